@@ -134,9 +134,9 @@ def model_of(options: argparse.Namespace, positions: int) -> tuple[Model, dict[s
 
 def _projection_ahead(config: ModelConfig, layer: Params) -> Params:
     """Return a layer's own query projection, with a bias."""
-    kernel = np.asarray(layer["q"]["weight"]).T
-    bias = np.zeros(config.query_width, kernel.dtype)
-    return {"kernel": kernel, "bias": np.asarray(layer["q"].get("bias", bias))}
+    weight = np.asarray(layer["q"]["weight"])
+    bias = np.zeros(config.query_width, weight.dtype)
+    return {"weight": weight, "bias": np.asarray(layer["q"].get("bias", bias))}
 
 
 def prompt(config: ModelConfig, tokens: int, seed: int = 1) -> list[int]:

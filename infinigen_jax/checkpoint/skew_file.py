@@ -31,7 +31,7 @@ class Ahead(NamedTuple):
     """Projection that speculates a layer's query one layer earlier, corrected on calibration text.
 
     Attributes:
-        projection: {"kernel" [e, h*d], "bias" [h*d]} in place of W_Q and its bias. Not on the
+        projection: {"weight" [h*d, e], "bias" [h*d]} in place of W_Q and its bias. Not on the
             device until a policy asks for it.
         basis: balanced basis for this query; query @ key.T is close to I.
     """
@@ -104,14 +104,17 @@ def _read_projections(path: Path, config: ModelConfig) -> list[Params]:
     file = SafetensorsFile(path)
     projections = []
     for i in range(config.num_layers):
-        for name, shape in projection_shapes(config).items():
-            _check_tensor(file, f"layers.{i}.{name}", shape, DTYPES)
-        projections.append({n: file.read(f"layers.{i}.{n}") for n in projection_shapes(config)})
+        for name, shape in ahead_shapes(config, i).items():
+            _check_tensor(file, name, shape, DTYPES)
+        kernel, bias = map(file.read, ahead_shapes(config, i))
+        projections.append({"weight": kernel.T, "bias": bias})
     return projections
 
 
-def projection_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    return {"kernel": (config.hidden_size, config.query_width), "bias": (config.query_width,)}
+def ahead_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer's tensors in AHEAD_FILE: kernel and bias."""
+    kernel, bias = f"layers.{layer}.kernel", f"layers.{layer}.bias"
+    return {kernel: (config.hidden_size, config.query_width), bias: (config.query_width,)}
 
 
 def _check_tensor(

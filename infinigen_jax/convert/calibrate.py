@@ -23,12 +23,11 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.files.regular import read_text
 from infinigen_jax.models import ModelConfig, Params, blueprint
 from infinigen_jax.models.forward import causal_attention
-from infinigen_jax.models.linear import by_input
+from infinigen_jax.models.linear import project
 from infinigen_jax.skew.basis import GuessMoments, Moments, guess_moments
 from infinigen_jax.skew.positions import offsets, spread_blocks, spread_guess, spread_moments
 from infinigen_jax.skew.query_correction import corrected_projection
 from infinigen_jax.skew.tail_moments import BlockMoments, block_products
-from infinigen_jax.speculation.query import projected
 from infinigen_jax.text.tokenizer import Tokenizer, check_vocabulary
 
 DEFAULT_TEXT = Path(__file__).parent / "calibration.txt"
@@ -164,7 +163,7 @@ class Calibrator:
         The first layer speculates from its own input, so its query is the true one.
 
         Returns:
-            The corrected projection {"kernel", "bias"}, float32, and the moments of its queries,
+            The corrected projection {"weight", "bias"}, float32, and the moments of its queries,
             scaled, rotated and extended to all positions as in `layer`.
         """
         valid, query = np.asarray(self._valid), params["q"]
@@ -173,7 +172,7 @@ class Calibrator:
         def fit(stand_in: Array) -> Params:
             inputs = np.asarray(stand_in)[valid]
             fitted = corrected_projection(inputs, target, query["weight"].T, query.get("bias"))
-            arrays = {"kernel": fitted.kernel, "bias": fitted.bias}
+            arrays = {"weight": fitted.kernel.T, "bias": fitted.bias}
             return {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
 
         with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -194,9 +193,7 @@ class Calibrator:
             enough. See `convert.loss`.
         """
         guesses, self._guesses = self._guesses, ()
-        if not guesses:
-            plain = by_input(params["q"], self._config.hidden_size, jnp.float32)
-            guesses = (self._guess(params, plain, self._stand_ins[0]),)
+        guesses = guesses or (self._guess(params, params["q"], self._stand_ins[0]),)
         _, _, hidden, queries, keys, values = self._seen
         self._seen = ()  # its memory is needed
         with jax.default_matmul_precision("highest"):
@@ -241,7 +238,7 @@ def _projected(
     positions = jnp.broadcast_to(jnp.arange(length), (windows, length))
     layer = blueprint(config, jnp.float32).layer(params)
     lengths = jnp.full_like(positions, length)
-    return layer.finish_query(projected(projection, inputs), positions, lengths)
+    return layer.finish_query(project(inputs, projection), positions, lengths)
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from infinigen_jax.checkpoint.manifest import (
     file_record,
 )
 from infinigen_jax.checkpoint.safetensors import SafetensorsWriter
-from infinigen_jax.checkpoint.skew_file import projection_shapes
+from infinigen_jax.checkpoint.skew_file import ahead_shapes
 from infinigen_jax.checkpoint.source import checked_source, content_files, open_tensors, read_config
 from infinigen_jax.checkpoint.tensor_names import TensorSpec, expected, match, read_tree
 from infinigen_jax.convert.calibrate import (
@@ -220,9 +220,9 @@ class _Job:
                 if whole:
                     self._add(files[SAFETENSORS], specs, extra if self.absorbs else None)
                 if AHEAD_FILE in files:
-                    for name in projection_shapes(self.config):
-                        tensor = np.asarray(extra[name]).astype(self.dtype)
-                        files[AHEAD_FILE].add(f"layers.{done}.{name}", tensor)
+                    tensors = extra["weight"].T, extra["bias"]
+                    for name, x in zip(ahead_shapes(self.config, done), tensors, strict=True):
+                        files[AHEAD_FILE].add(name, np.asarray(x).astype(self.dtype))
                 self._release(specs)
                 progress(done + 1, self.config.num_layers)
             return {
@@ -238,9 +238,9 @@ class _Job:
 
     def _ahead_layout(self) -> dict[str, Any]:
         return {
-            f"layers.{i}.{name}": (self.dtype, shape)
+            name: (self.dtype, shape)
             for i in range(self.config.num_layers)
-            for name, shape in projection_shapes(self.config).items()
+            for name, shape in ahead_shapes(self.config, i).items()
         }
 
     def write_skew(self, out: Path) -> dict[str, Any]:

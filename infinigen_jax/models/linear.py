@@ -22,11 +22,12 @@ def project(a: Float[Array, "*b e"], weights: Params) -> Float[Array, "*b f"]:
     return y + jnp.broadcast_to(weights["bias"], y.shape) if "bias" in weights else y
 
 
-def by_input(weights: Params, inputs: int, dtype: Any) -> Params:
-    """Return a projection as {"kernel" [inputs, f]}, with its "bias" if it has one."""
-    rows = small_weights.rows_of(weights, inputs) if "codes" in weights else weights["weight"]
-    bias = {name: x for name, x in weights.items() if name == "bias"}
-    return {"kernel": rows.T.astype(dtype)} | bias
+def in_full(weights: Params, inputs: int, dtype: Any) -> Params:
+    """Return a projection of small weights with a weight [f, inputs]; others unchanged."""
+    if "codes" not in weights:
+        return weights
+    weight = {"weight": small_weights.rows_of(weights, inputs).astype(dtype)}
+    return weight | {name: x for name, x in weights.items() if name == "bias"}
 
 
 class Matrix(nnx.Module):

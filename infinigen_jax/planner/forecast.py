@@ -14,7 +14,7 @@ import numpy as np
 
 from infinigen_jax.checkpoint.manifest import MANIFEST_FILE, SKEW_FILE, read_manifest
 from infinigen_jax.checkpoint.safetensors import SafetensorsFile
-from infinigen_jax.checkpoint.skew_file import Ahead, Basis, projection_shapes, read_loss
+from infinigen_jax.checkpoint.skew_file import Ahead, Basis, read_loss
 from infinigen_jax.cli.options import given, make_engine
 from infinigen_jax.convert.defaults import DEFAULT_SKEW, DEFAULT_SOURCE
 from infinigen_jax.decode.layer import Decoder
@@ -303,7 +303,8 @@ def model_shapes(architecture: Blueprint, conversion: Conversion) -> Any:
     square: Any = shape((config.num_kv_heads, config.head_dim, config.head_dim), jnp.float32)
     pairs = tuple(Basis(square, square) for _ in range(count))
     skew, corrected = conversion.skew, conversion.skew == "balanced"
-    projection = {name: shape(size, dtype) for name, size in projection_shapes(config).items()}
+    weight, bias = (config.query_width, config.hidden_size), (config.query_width,)
+    projection = {"weight": shape(weight, dtype), "bias": shape(bias, dtype)}
     absorbed = skew == "none" or (skew == "svd" and config.rope is None)
     return {
         "params": {

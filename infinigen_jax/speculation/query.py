@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.models.base import Layer, ModelConfig, Params
-from infinigen_jax.models.linear import by_input
+from infinigen_jax.models.linear import in_full, project
 from infinigen_jax.models.packed import split
 from infinigen_jax.ops.attention import soft_capped
 
@@ -83,11 +83,11 @@ def speculation_weights(
 ) -> Params:
     """Return the arrays for speculating a layer, in addition to the model's weights.
 
-    Without rotary positions the basis folds into a query projection of r columns: {"kernel"
-    [e, h*r], "bias" [h*r]}, and {"key" [k, d, r]} unless the cached keys already are in the basis.
+    Without rotary positions the basis folds into a query projection of r columns: {"weight"
+    [h*r, e], "bias" [h*r]}, and {"key" [k, d, r]} unless the cached keys already are in the basis.
     With rotary positions the basis follows the rotation: {"query" [k, d, r], "key" [k, d, r]};
     empty if the keys' own leading columns are used. A corrected query's projection replaces the
-    layer's: {"ahead": {"kernel" [e, h*d], "bias" [h*d]}}.
+    layer's: {"ahead": {"weight" [h*d, e], "bias" [h*d]}}.
 
     Args:
         layer: number of the layer in the model.
@@ -107,7 +107,7 @@ def speculation_weights(
     basis, query = choose_basis(model, basis), choose_query(model, query)
     corrected = None
     parts = split(model.params["layers"][layer], config.query_width)
-    projection = by_input(parts["q"], config.hidden_size, model.dtype)
+    projection = in_full(parts["q"], config.hidden_size, model.dtype)
     if query == "corrected":
         assert model.ahead is not None
         corrected = model.ahead[layer]
@@ -154,12 +154,6 @@ def _inverse(basis: Float[Array, "k d r"]) -> Float[Array, "k r d"]:
     return jnp.where(significant, inverse.mT / jnp.where(significant, length, 1.0), 0.0).mT
 
 
-def projected(projection: Params, a: Float[Array, "*b e"]) -> Float[Array, "*b c"]:
-    """Return a projection {"kernel" [e, c], "bias" [c]} of an approximate attention input."""
-    q = a @ projection["kernel"]
-    return q + jnp.broadcast_to(projection["bias"], q.shape) if "bias" in projection else q
-
-
 def _partial_projection(config: ModelConfig, q: Params, basis: Any, columns: int) -> Params:
     """Return the query projection, scale included, restricted to r columns of the basis."""
 
@@ -172,7 +166,7 @@ def _partial_projection(config: ModelConfig, q: Params, basis: Any, columns: int
             heads = jnp.einsum("...kgd,kdr->...kgr", heads, basis.query[..., :columns])
         return heads.reshape(*x.shape[:-1], -1).astype(x.dtype)
 
-    return {name: restrict(x) for name, x in q.items()}
+    return {name: restrict(x.T).T for name, x in q.items()}
 
 
 def speculate_query(
@@ -189,11 +183,11 @@ def speculate_query(
         weights: its `speculation_weights`.
         a: approximation of its attention input.
     """
-    if "kernel" in weights:
-        q = projected(weights, a)
+    if "weight" in weights:
+        q = project(a, weights)
         return q.reshape(a.shape[0], config.num_kv_heads, config.group_size, columns)
     if "ahead" in weights:
-        q = layer.finish_query(projected(weights["ahead"], a), positions)
+        q = layer.finish_query(project(a, weights["ahead"]), positions)
     else:
         q = layer.query(a, positions)
     q = config.grouped(q)

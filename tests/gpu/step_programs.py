@@ -20,7 +20,6 @@ from jax._src.cudnn import fused_attention_stablehlo
 from infinigen_jax import cuda
 from infinigen_jax.cache.cache import Cache, HostLayer
 from infinigen_jax.cache.host_array import Placement, default_mesh
-from infinigen_jax.checkpoint.skew_file import projection_shapes
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.pool_flush import start_kept
 from infinigen_jax.decode.state import (
@@ -130,7 +129,8 @@ def weights(weights_on: str = "device", config: ModelConfig = CONFIG) -> Weights
     }
     square = jnp.zeros((CONFIG.num_kv_heads, CONFIG.head_dim, CONFIG.head_dim), jnp.float32)
     basis = Basis(square, square)
-    projection = {n: np.zeros(s, np.float32) for n, s in projection_shapes(CONFIG).items()}
+    shapes = {"weight": (CONFIG.query_width, CONFIG.hidden_size), "bias": (CONFIG.query_width,)}
+    projection = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
 
     def prepare(params: Any) -> Any:
         model = Model.from_params(config, params, DTYPE, bases=[basis] * LAYERS, skew="balanced")

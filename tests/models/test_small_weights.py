@@ -22,7 +22,7 @@ from infinigen_jax.errors import ParameterError
 from infinigen_jax.loading.load import Model, embedded, load
 from infinigen_jax.machine.memory_limits import tree_bytes
 from infinigen_jax.models import Params
-from infinigen_jax.models.linear import project
+from infinigen_jax.models.linear import in_full, project
 from infinigen_jax.models.small_weights import (
     FEW_ROWS,
     product,
@@ -158,10 +158,7 @@ def model_in_full(model: Model) -> Model:
     def whole(name: str, part: Any) -> Any:
         if name == "tokens":
             return {"embedding": rows_of(part, c.hidden_size)}
-        if "codes" not in part:
-            return part
-        bias = {kind: x for kind, x in part.items() if kind == "bias"}
-        return {"weight": rows_of(part, inputs.get(name, c.hidden_size))} | bias
+        return in_full(part, inputs.get(name, c.hidden_size), model.dtype)
 
     layers = [{name: whole(name, part) for name, part in x.items()} for x in params["layers"]]
     embedding = {name: whole(name, part) for name, part in params["embedding"].items()}

@@ -19,11 +19,12 @@ from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.models import blueprint
+from infinigen_jax.models.linear import project
 from infinigen_jax.ops.span import Span
 from infinigen_jax.policies import InfiniGen, InfiniGenPaper
 from infinigen_jax.prefill.layer import chunk_layer
 from infinigen_jax.skew.query_correction import RIDGES, corrected_projection
-from infinigen_jax.speculation.query import projected, speculate_query, speculation_weights
+from infinigen_jax.speculation.query import speculate_query, speculation_weights
 
 IDS = [int(i) for i in np.random.default_rng(1).integers(3, 96, 400)]
 
@@ -118,7 +119,7 @@ def test_the_corrected_query_is_nearer_to_the_true_one(conversions, family):
         true = layer.query(inputs[number], positions)
         before = inputs[max(number - 1, 0)]
         projection = jax.tree.map(jnp.array, ahead.projection)
-        guess = layer.finish_query(projected(projection, before), positions)
+        guess = layer.finish_query(project(before, projection), positions)
         plain = layer.query(before, positions)
         distances = [float(jnp.sum((true - x) ** 2)) for x in (guess, plain)]
         if number == 0:
@@ -142,7 +143,7 @@ def test_all_columns_give_the_scores_of_the_corrected_query(conversions, family,
     query = np.asarray(speculate_query(config, layer, weights, a, positions, d))
     assert model.ahead is not None and model.key_mean is not None
     projection = jax.tree.map(jnp.array, model.ahead[2].projection)
-    guess = layer.finish_query(projected(projection, a), positions)
+    guess = layer.finish_query(project(a, projection), positions)
     h = np.asarray(guess).reshape(3, k, -1, d)
     product = np.broadcast_to(np.eye(d), (k, d, d))
     if basis == "balanced":

@@ -100,7 +100,7 @@ def test_calibration_sees_what_decoding_does():
     """Where layers add nothing, what stands in for the next layer's input is that input."""
     for calibrator, params in calibrated(without_attention("gqa"), "resident"):
         projection, _ = calibrator.ahead(params)
-        assert np.allclose(projection["kernel"], params["q"]["weight"].T, atol=1e-4)
+        assert np.allclose(projection["weight"], params["q"]["weight"], atol=1e-4)
 
 
 def test_behind_what_is_resident_dense_layers_are_told_by_the_input():
@@ -129,8 +129,8 @@ def test_the_corrected_query_is_of_what_the_conversion_was_for(tiny: Any, tmp_pa
     for i, (one, other) in enumerate(
         zip(models["input"].ahead, models["resident"].ahead, strict=True)
     ):
-        kernels = one.projection["kernel"], other.projection["kernel"]
-        assert np.array_equal(*kernels) == (i == 0)  # layer 0 has its own input in any case
+        weights = one.projection["weight"], other.projection["weight"]
+        assert np.array_equal(*weights) == (i == 0)  # layer 0 has its own input in any case
     corrected = InfiniGen(query="corrected")
     for name, model in models.items():
         policy = Engine(model, policy=corrected).decoder.policy
