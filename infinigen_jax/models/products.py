@@ -12,9 +12,10 @@ from jax import lax
 from jaxtyping import Array, Float
 
 FEW_ROWS = 64  # with more, computing takes longer than reading
+WRITTEN_OUT = 2  # rows up to which a sum that is written out is faster than the library
 LANES = 16  # numbers in a vector
-# Terms of the sum that is written out for a single row: with fewer, adding up the vectors takes
-# longer than reading; more take long to compile.
+# Terms of that sum: with fewer, adding up the vectors takes longer than reading; more take long to
+# compile.
 FEWEST_TERMS, MOST_TERMS = 16, 48
 
 
@@ -23,7 +24,8 @@ def product(a: Float[Array, "*b e"], weight: Float[Array, "f e"]) -> Float[Array
     rows = math.prod(a.shape[:-1])
     if rows == 0 or rows > FEW_ROWS or not a.dtype == weight.dtype == jnp.float32:
         return _plain(a, weight)
-    few = _one_row if rows == 1 and terms_of(a.shape[-1]) >= FEWEST_TERMS else _few_rows
+    written_out = rows <= WRITTEN_OUT and terms_of(a.shape[-1]) >= FEWEST_TERMS
+    few = _written_out if written_out else _few_rows
     return lax.platform_dependent(a, weight, cpu=few, default=_plain)
 
 
@@ -39,14 +41,15 @@ def _few_rows(a: Float[Array, "*b e"], weight: Float[Array, "f e"]) -> Float[Arr
 
 
 @jax.jit
-def _one_row(a: Float[Array, "*b e"], weight: Float[Array, "f e"]) -> Float[Array, "*b f"]:
+def _written_out(a: Float[Array, "*b e"], weight: Float[Array, "f e"]) -> Float[Array, "*b f"]:
     """Multiply vectors of LANES numbers and add them, which XLA compiles to one loop."""
     terms = terms_of(weight.shape[1])
-    vectors, x = weight.reshape(len(weight), -1, terms, LANES), a.reshape(-1, terms, LANES)
-    total = vectors[:, :, 0] * x[None, :, 0]
+    x = a.reshape(math.prod(a.shape[:-1]), 1, -1, terms, LANES)
+    vectors = weight.reshape(1, len(weight), -1, terms, LANES)
+    total = x[:, :, :, 0] * vectors[:, :, :, 0]
     for i in range(1, terms):
-        total = total + vectors[:, :, i] * x[None, :, i]
-    return jnp.sum(total, axis=(1, 2)).reshape(*a.shape[:-1], -1)
+        total = total + x[:, :, :, i] * vectors[:, :, :, i]
+    return jnp.sum(total, axis=(2, 3)).reshape(*a.shape[:-1], -1)
 
 
 def terms_of(inputs: int) -> int:

@@ -20,7 +20,7 @@ def test_terms_divide_the_inputs(inputs: int, number: int):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("rows", [(1,), (), (1, 1), (3,), (2, 3), (0,), (FEW_ROWS + 1,)])
+@pytest.mark.parametrize("rows", [(1,), (), (1, 2), (3,), (2, 3), (0,), (FEW_ROWS + 1,)])
 def test_the_product_is_that_of_the_matrices(rows: tuple[int, ...], dtype):
     rng = np.random.default_rng(0)
     a = jnp.asarray(rng.normal(size=(*rows, 512)), dtype)
@@ -33,7 +33,9 @@ def test_the_product_is_that_of_the_matrices(rows: tuple[int, ...], dtype):
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a CPU's forms")
-@pytest.mark.parametrize(("rows", "form"), [(1, "f32[2752]"), (4, "f32[2752,4]")])
+@pytest.mark.parametrize(
+    ("rows", "form"), [(1, "f32[1,2752]"), (2, "f32[2,2752]"), (4, "f32[2752,4]")]
+)
 def test_a_projection_of_few_rows_reads_its_weights_once(rows: int, form: str):
     projection = Linear(512, 2752, True, jnp.float32)
     graph, state = nnx.split(projection)
