@@ -22,15 +22,16 @@ FEWEST_TERMS, MOST_TERMS = 16, 48
 def product(a: Float[Array, "*b e"], weight: Float[Array, "f e"]) -> Float[Array, "*b f"]:
     """Return a @ weight.T."""
     rows = math.prod(a.shape[:-1])
-    if rows == 0 or rows > FEW_ROWS or not a.dtype == weight.dtype == jnp.float32:
-        return _plain(a, weight)
-    written_out = rows <= WRITTEN_OUT and terms_of(a.shape[-1]) >= FEWEST_TERMS
-    few = _written_out if written_out else _few_rows
-    return lax.platform_dependent(a, weight, cpu=few, default=_plain)
+    vectors = a.dtype == weight.dtype == jnp.float32 and terms_of(a.shape[-1]) >= FEWEST_TERMS
+    if 0 < rows <= WRITTEN_OUT and vectors:
+        on_cpu = _written_out
+    else:
+        on_cpu = _few_rows if 1 < rows <= FEW_ROWS else _any_rows
+    return lax.platform_dependent(a, weight, cpu=on_cpu, default=_any_rows)
 
 
-def _plain(a: Float[Array, "*b e"], weight: Float[Array, "f e"]) -> Float[Array, "*b f"]:
-    return lax.dot_general(a, weight, (((a.ndim - 1,), (1,)), ((), ())))
+def _any_rows(a: Float[Array, "*b e"], weight: Float[Array, "f e"]) -> Float[Array, "*b f"]:
+    return a @ weight.T
 
 
 def _few_rows(a: Float[Array, "*b e"], weight: Float[Array, "f e"]) -> Float[Array, "*b f"]:
