@@ -180,7 +180,7 @@ def _fill(config: ModelConfig, path: Any, leaf: jax.ShapeDtypeStruct, key: jax.A
             planted[1::2] *= -1  # zero mean, so LayerNorm does not subtract them
             x = x.at[:, :OUTLIERS].set(planted[None])
         return x.astype(leaf.dtype)
-    x = jax.random.normal(key, leaf.shape[::-1], jnp.float32) * leaf.shape[1] ** -0.5
+    x = jax.random.normal(key, leaf.shape[::-1], jnp.float32) * leaf.shape[-1] ** -0.5
     if module == "q":
         x *= jnp.tile(_profile(config), config.num_heads)[None]
     elif module in ("o", "down"):

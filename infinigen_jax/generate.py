@@ -173,7 +173,8 @@ def print_texts(
                 raise KeyboardInterrupt
             run.push_text(tokens)
             show()
-            while number + 1 < len(run.texts) and run.ended(number):
+            # The end of a text that was held back comes with the step after its last token.
+            while number + 1 < len(run.texts) and run.ended(number) and tokens[number] is None:
                 show("\n")
                 begin_next()
                 show()

@@ -104,7 +104,7 @@ def this_machine(arguments: argparse.Namespace) -> "Machine":
     """The machine of the options; what they leave open is measured here."""
     import jax
 
-    from infinigen_jax.machine.backend import GPU_SHARE
+    from infinigen_jax.machine.backend import GPU_SHARE, POOL_SHARE
     from infinigen_jax.machine.memory_limits import available_device_bytes, available_host_bytes
     from infinigen_jax.planner import bandwidths
     from infinigen_jax.planner.forecast import Machine
@@ -113,7 +113,7 @@ def this_machine(arguments: argparse.Namespace) -> "Machine":
     memory = None if device.platform == "cpu" else available_device_bytes(device)
     if arguments.device_memory is not None:
         memory = int(GPU_SHARE * arguments.device_memory * 2**30)
-    host = arguments.host_memory
+    host, share = arguments.host_memory, 1.0 if memory is None else POOL_SHARE
     reads, copies = (
         None if given is None else 1e9 * given
         for given in (arguments.device_bandwidth, arguments.copy_bandwidth)
@@ -127,7 +127,7 @@ def this_machine(arguments: argparse.Namespace) -> "Machine":
             reads = bandwidths.memory_read_bandwidth()
     return Machine(
         device_memory=memory,
-        host_memory=available_host_bytes() if host is None else int(host * 2**30),
+        host_memory=int(share * (available_host_bytes() if host is None else host * 2**30)),
         memory_bandwidth=reads,
         copy_bandwidth=copies,
     )

@@ -95,7 +95,8 @@ def serve(arguments: argparse.Namespace) -> None:
         ) from None
     with listen(arguments.host, arguments.port) as listening:
         scheduler, service = make_scheduler(arguments, say), make_service(arguments)
-        connections = arguments.max_waiting + arguments.batch + 64
+        # Most connections of a client's pool are idle; the queue limits the work.
+        connections = 2 * (arguments.max_waiting + arguments.batch) + 512
         config = http_config(create_app(scheduler, service), service, connections)
         host, port = listening.getsockname()[:2]
         say(f"http://{host}:{port}")

@@ -74,6 +74,14 @@ ENDS = ("fast", "slow")  # of the frequencies that YaRN stretches in part
 # Factors of rotary frequencies, which `_rope` puts into the configuration.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
+# Keys of `rope.scaling` that the configuration has no counterpart for.
+YARN_DEFAULTS = {
+    "attn_factor": 1,
+    "yarn_attn_factor": 1,
+    "yarn_ext_factor": 1,
+    "yarn_log_multiplier": 0,
+}
+
 
 class Architecture(NamedTuple):
     """How llama.cpp stores a family.
@@ -232,6 +240,10 @@ def _rope(file: GgufFile, name: str) -> dict[str, Any]:
     if kind in ("linear", "yarn"):
         turns = {f"beta_{end}": data.get(f"{name}.rope.scaling.yarn_beta_{end}") for end in ENDS}
         hf["rope_scaling"] = {"rope_type": kind, "factor": factor} | turns
+        for key in YARN_DEFAULTS:
+            given = data.get(f"{name}.rope.scaling.{key}")
+            if given not in (None, YARN_DEFAULTS[key]):
+                raise UnsupportedModelError(f"rope.scaling.{key} {given} is not supported")
     elif kind not in (None, "none", "longrope"):
         raise UnsupportedModelError(f"rope.scaling.type {kind!r} is not supported")
     if "rope_freqs.weight" in file.tensors:

@@ -284,11 +284,11 @@ def read_tree(
 def _joined(parts: list[np.ndarray], gain: bool, dtype: Any) -> Array:
     """Join a parameter from its parts on the device; a scale is float32 (see `gemma2.Layer`)."""
     dtype = jnp.dtype(jnp.float32 if gain else dtype)
-    # Never alias the mapped file, which may be overwritten while the model is in use.
-    copies = [jax.device_put(part, may_alias=False) for part in parts]
-    if len(copies) == 1 and copies[0].dtype == dtype and not gain:
-        return copies[0]
-    return _cast(copies, gain, dtype)
+    if len(parts) == 1 and parts[0].dtype == dtype and not gain:
+        # Not the mapped file itself, which may be overwritten while the model is in use. On a CPU
+        # JAX would alias it, `may_alias=False` or not.
+        return jax.device_put(np.array(parts[0]))
+    return _cast([jax.device_put(part) for part in parts], gain, dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("gain", "dtype"))

@@ -97,10 +97,10 @@ class TorchFile:
             raise InputError(f"{self.path}: damaged ({error}); get the file again") from None
         if not isinstance(value, dict):
             raise InputError(f"{self.path}: holds no dictionary of tensors; not a model file")
-        for name, tensor in value.items():
+        for name, tensor in dict.items(value):  # a pickle may have set an attribute `items`
             if not isinstance(tensor, TorchTensor):
                 raise InputError(f"{self.path}: {name!r} is not a tensor; not a model file")
-        return value
+        return dict(value)
 
     def _check_size(self, member: str, most: int) -> None:
         """Refuse compression, which torch does not use, and members larger than `most` bytes."""

@@ -86,9 +86,15 @@ class _Unpickler(_PythonUnpickler):
             raise Refused("refused, because a key in its pickle is not a string")
         self.stack[-1].update(zip(keys, values, strict=True))
 
+    def load_other(self) -> None:
+        raise Refused("refused, because its pickle has a set, or a dictionary in one step")
+
     dispatch = _PythonUnpickler.dispatch | {
         pickle.SETITEM[0]: load_setitem,
         pickle.SETITEMS[0]: load_setitems,
+        pickle.DICT[0]: load_other,
+        pickle.ADDITEMS[0]: load_other,
+        pickle.FROZENSET[0]: load_other,
     }
 
     def find_class(self, module: str, name: str) -> Any:

@@ -92,15 +92,21 @@ def chat(
     """Answer `turns`, then each input until it ends; then save."""
     conversation = begin(engine, arguments, sampling, say)
     dialogue = Dialogue(conversation, arguments.chat_template, arguments.system, say)
-    talk, refusal = Talk(dialogue, arguments, say), None
+    talk = Talk(dialogue, arguments, say)
+    refusal: InputError | OSError | None = None
     try:
         for text in turns:
             talk.answer(checked_text("prompts", text))
         talk.read()
-    except InputError as error:
+    except (InputError, OSError) as error:  # the latter if nobody reads stdout any more
         refusal = error
-    if arguments.save is not None and conversation.messages:
-        say(dialogue.save(arguments.save))
+    if arguments.save is not None:
+        try:
+            say(dialogue.save(arguments.save) if conversation.messages else "nothing to save")
+        except InputError as error:
+            if refusal is None:
+                raise
+            say(f"not saved: {error}")
     if refusal is not None:
         raise refusal
 

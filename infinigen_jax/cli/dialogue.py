@@ -74,7 +74,8 @@ class Dialogue:
         asked = [*conversation.messages, {"role": "user", "content": text}]
         asked, tokens = self._fitted(asked, min(most, conversation.context // 4))
         pieces: list[str] = []
-        steps = conversation.turn(tokens, most, ignore_eos=ignore_eos, stop=stop)
+        settings: Any = {"ignore_eos": ignore_eos, "stop": stop, "continues": self._plain}
+        steps = conversation.turn(tokens, most, **settings)
         try:
             with contextlib.closing(steps):
                 for step in steps:

@@ -81,6 +81,7 @@ class Conversation:
         *,
         ignore_eos: bool = False,
         stop: str | Sequence[str] = (),
+        continues: bool | None = None,
     ) -> Generator[Step, None, None]:
         """Add a prompt, and yield the answer as `Engine.stream` does.
 
@@ -90,6 +91,8 @@ class Conversation:
             prompt: text or token numbers. Text after the first turn gets no special tokens.
             max_new_tokens: maximum number of new tokens; the end of the context also limits it.
             stop: strings that end the answer's text before them; the tokens stay in the context.
+            continues: whether the answer continues the prompt's text, whose next word may begin
+                with a space; by default for prompts of text.
 
         Raises:
             InputError: if the context has no room for the prompt and one token, or memory is too
@@ -116,7 +119,9 @@ class Conversation:
         room = min(room, max_new_tokens)
         settings = (self.runtime, [self.tokens + new], room, [self.sampling])
         try:
-            run = make_run(*settings, begun=begun, capacity=self.capacity, stops=stops)
+            options = {"begun": begun, "capacity": self.capacity, "stops": stops}
+            continues = isinstance(prompt, str) if continues is None else continues
+            run = make_run(*settings, **options, continues=continues)
             run.start()
         except InputError:
             if begun.cache is None:  # refused before a donation
@@ -143,6 +148,8 @@ class Conversation:
         """Forget all tokens; the random stream goes on. The caller's messages are left alone."""
         if self._begun is not None:
             drawn = self._begun.drawn
+            if self.run is not None:
+                del self.run.cache  # makes room for the next turn's
         else:
             drawn = self._drawn + (0 if self.run is None else len(self.run.new_tokens[0]))
         self._turns += 1
@@ -226,7 +233,7 @@ class Conversation:
             return
         run.settle()
         drawn = self._drawn + len(run.new_tokens[0])
-        self._begun = Begun(run.cache, [int(run.cached[0])], drawn)
+        self._begun = Begun(run.cache, [int(run.cached[0])], drawn, run.draft_length)
 
 
 # Settings missing from older files, with the values in effect then.

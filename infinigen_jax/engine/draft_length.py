@@ -49,6 +49,11 @@ class DraftLength:
         """Sizes of verifications that may be needed."""
         return [size_of(self.most)] if self.fixed else [n for n in SIZES if n <= size_of(self.most)]
 
+    @property
+    def timed(self) -> bool:
+        """Whether verifications have times."""
+        return bool(self._verification)
+
     def size(self, drafted: int) -> int:
         """Return the size of the verification of this number of drafted tokens."""
         return size_of(self.most if self.fixed else drafted)

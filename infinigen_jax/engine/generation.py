@@ -18,6 +18,7 @@ from infinigen_jax.decode.steps import Watch
 from infinigen_jax.engine.batch import Batch
 from infinigen_jax.engine.batching import IDLE, Owners
 from infinigen_jax.engine.dispatch import Stepped
+from infinigen_jax.engine.draft_length import DraftLength
 from infinigen_jax.engine.memory_plan import check_memory
 from infinigen_jax.engine.prompts import Begun, PromptReader, batch_that_fits
 from infinigen_jax.engine.remedies import LENGTHS, Remedies
@@ -44,7 +45,10 @@ class Run(Batch):
         capacity, slots: sizes of the cache, see `PromptReader`.
         new_tokens: tokens drawn and read back so far, per prompt.
         log_probs: log-probabilities of each new token, per prompt, if asked for.
+        draft_length: chooser of the number of drafted tokens; None unless lossless.
     """
+
+    draft_length: DraftLength | None = None
 
     def __init__(
         self,

@@ -79,7 +79,8 @@ class LosslessRun(Run):
 
     def __init__(self, runtime: Runtime, *arguments: Any, **options: Any):
         super().__init__(runtime, *arguments, **options)
-        self._rounds = Rounds(self)
+        self._rounds = Rounds(self, self._begun.length)
+        self.draft_length = self._rounds.length
         self._tally, self._open = Tally(), None
         self._taken = np.zeros(self.owners.batch, np.int32)
 
@@ -178,9 +179,10 @@ class LosslessRun(Run):
         self._room = self._rounds.put(room.astype(np.int32))
 
     def _warm_up(self, given: Given) -> None:
-        """Compile and time the verifications of all sizes; they change nothing."""
+        """Compile and time the verifications, unless an earlier turn did; they change nothing."""
         self.rest()  # compiles its program as well
-        self._rounds.warm_up(given, None if self._alternatives is None else self._sampler)
+        if not self._rounds.length.timed:
+            self._rounds.warm_up(given, None if self._alternatives is None else self._sampler)
 
     @property
     def decode_steps(self) -> int:

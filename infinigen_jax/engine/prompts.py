@@ -10,6 +10,7 @@ import numpy as np
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.decode.finite_check import Places, refuse
 from infinigen_jax.decode.sparse_attention import STREAM_BLOCK
+from infinigen_jax.engine.draft_length import DraftLength
 from infinigen_jax.engine.memory_plan import MemoryPlan, most_sequences, plan_cache
 from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.engine.shared_prefix import broadcast, choose_sharing, common_prefix, may_share
@@ -29,11 +30,14 @@ class Begun(NamedTuple):
     Attributes:
         cache: the cache, whose arrays are donated; None if empty.
         cached: number of leading tokens of each prompt that are cached, fewer than all.
+        drawn: tokens drawn before.
+        length: what earlier rounds of a lossless conversation measured.
     """
 
     cache: Cache | None
     cached: list[int]
     drawn: int = 0
+    length: DraftLength | None = None
 
     @classmethod
     def empty(cls, batch: int) -> "Begun":

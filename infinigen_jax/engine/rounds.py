@@ -83,10 +83,11 @@ class Rounds:
         seconds: times of drafts and of verifications.
     """
 
-    def __init__(self, batch: Batch, *, changing: bool = False):
+    def __init__(self, batch: Batch, length: DraftLength | None = None, *, changing: bool = False):
         """Prepare rounds.
 
         Args:
+            length: chooser of earlier rounds of this runtime, if any.
             changing: whether texts of any length may join the batch.
         """
         runtime = batch.runtime
@@ -94,7 +95,7 @@ class Rounds:
         self._at = Placement(runtime.mesh)
         most = runtime.most_drafted
         fixed = runtime.settings.draft_tokens is not None
-        self.length = DraftLength(most, fixed, ages=changing)
+        self.length = length or DraftLength(most, fixed, ages=changing)
         self.seconds = [0.0, 0.0]
         self._steps = verdict_steps(batch.decoder)
         self.drafts = Dispatcher(runtime, drafts=True)

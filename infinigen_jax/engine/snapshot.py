@@ -69,9 +69,9 @@ def restore(decoder: Decoder, capacity: int, length: int, file: SavedFile) -> Ca
         array = saved[f"leaf.{i}"]
         if by_token:
             array = np.pad(array, ((0, 0), (0, 0), (0, leaf.shape[2] - length), (0, 0)))
-        # Never alias the mapped file: the array will be donated.
-        array = array.view(leaf.dtype)
-        leaves.append(jax.device_put(array, leaf.sharding, may_alias=False))
+        else:
+            array = np.array(array)  # JAX may alias it, and the array will be donated
+        leaves.append(jax.device_put(array.view(leaf.dtype), leaf.sharding))
     tree = jax.tree.structure(kept(cache))
     states, local, lengths, scales = jax.tree.unflatten(tree, leaves)
     host = cache.host

@@ -109,6 +109,7 @@ def stats_of(run: "Run") -> Stats:
     rows = rows_per_step(run.counts, kept)
     cached = np.minimum(cached, run.slots)
     selected, fetched = (fraction(decoder, of, kept, cached) for of in rows)
+    requested = int(rows.selected.sum())
     moved = bytes_moved(decoder, rows, run.slots, run.owners.batch, run.decode_steps)
     return Stats(
         prompt_tokens=int(run.prompt_lengths.sum()),
@@ -119,7 +120,7 @@ def stats_of(run: "Run") -> Stats:
         decode_tokens_per_second=timed / seconds if seconds else 0.0,
         selected_fraction=selected,
         fetched_fraction=fetched,
-        hot_set_hit_rate=1 - float(rows.moved.sum()) / max(1, int(rows.selected.sum())),
+        hot_set_hit_rate=1 - float(rows.moved.sum()) / requested if requested else 0.0,
         host_to_device_bytes_per_token=moved / max(1, int(steps_of.sum())),
         host_cache_bytes=plan.host_cache,
         device_index_bytes=plan.index,

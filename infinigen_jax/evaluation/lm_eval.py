@@ -144,7 +144,8 @@ class InfiniGenLM(LM):
         if settings.get("do_sample") and settings.get("temperature", 1.0) > 0:
             raise InputError("do_sample: this model generates greedily; set it to false")
         size = min(int(settings.get("max_gen_toks", MAX_NEW_TOKENS)), self.positions // 2)
-        return [stops] if isinstance(stops, str) else list(stops), size
+        stops = [stops] if isinstance(stops, str) else stops
+        return [stop for stop in stops if stop], size
 
 
 def _engine(options: dict[str, Any]) -> "Engine":

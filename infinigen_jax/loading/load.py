@@ -289,9 +289,12 @@ def _load_converted(folder: Path, form: Form, verify: bool, source: Path | None 
     def layer(number: int, tensors: list[TensorSpec]) -> Params:
         return jax.block_until_ready(form.layer(architecture.complete(number, tree(tensors))))
 
+    embedding: Params = {}
+    # The largest matrices, each made small before the next is read.
+    for _, parts in itertools.groupby(specs.embedding, lambda spec: spec.rule.path[0]):
+        embedding |= jax.block_until_ready(form.matrices(tree(list(parts))))
     with ThreadPoolExecutor(readers(architecture, room)) as pool:
         layers = pool.map(layer, itertools.count(), specs.layers)
-        embedding = form.matrices(tree(specs.embedding))
         params = {"embedding": embedding, "layers": list(layers)}
     jax.block_until_ready(params)
     return_freed_memory()

@@ -279,7 +279,7 @@ def random_params(config: ModelConfig, dtype: Any, seed: int = 0) -> Params:
         if name == "embedding":
             x = jax.random.normal(key, leaf.shape, jnp.float32) * 0.02
         else:
-            x = jax.random.normal(key, leaf.shape[::-1], jnp.float32).T * leaf.shape[1] ** -0.5
+            x = jax.random.normal(key, leaf.shape[::-1], jnp.float32).T * leaf.shape[-1] ** -0.5
         return x.astype(leaf.dtype)
 
     def tree(shapes: Params, key: jax.Array) -> Params:

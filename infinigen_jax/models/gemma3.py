@@ -49,7 +49,9 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 def _rope(hf: Mapping[str, Any], kind: str) -> Rope:
     """Return the rotary embedding of one kind of layers."""
-    settings = (hf.get("rope_parameters") or {}).get(kind)
+    parameters = hf.get("rope_parameters") or {}
+    refuse_unless(not parameters or FULL in parameters, "one rope for all layers of a gemma3 model")
+    settings = parameters.get(kind)
     positions = positive(hf, "max_position_embeddings")
     if kind == SLIDING:
         hf = {"rope_theta": hf.get("rope_local_base_freq", 1e4)}

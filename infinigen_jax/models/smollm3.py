@@ -34,5 +34,5 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         attention_bias=bool(hf.get("attention_bias", False)),
         mlp_bias=bool(hf.get("mlp_bias", False)),
         layer_ropes=tuple(rope if rotated else None for rotated in rotates),
-        **sliding_windows({"layer_types": kinds} | hf, window),
+        **sliding_windows({**hf, "layer_types": hf.get("layer_types") or kinds}, window),
     )

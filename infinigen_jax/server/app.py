@@ -14,8 +14,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
-from fastapi.staticfiles import StaticFiles
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 import infinigen_jax
@@ -28,6 +27,7 @@ from infinigen_jax.server.scheduler import Scheduler
 from infinigen_jax.server.wire import ChatWire, CompletionWire, Wire
 
 PAGE = Path(__file__).parent / "page"
+UNREAD = 8  # pieces of a slow client that may hold heat maps, which are large
 RETRY = {"Retry-After": "1"}  # seconds
 
 logger = logging.getLogger(__name__)
@@ -87,8 +87,22 @@ def create_app(scheduler: Scheduler, service: Service) -> FastAPI:
     _add_status(app, scheduler, service)
     _add_completions(app, scheduler, service)
     if scheduler.limits.heat_maps:
-        app.mount("/", StaticFiles(directory=PAGE, html=True))
+        _add_page(app)
     return app
+
+
+def _add_page(app: FastAPI) -> None:
+    """Serve the files of the page; other paths keep their errors."""
+
+    def add(path: Path) -> None:
+        route = "/" if path.name == "index.html" else f"/{path.name}"
+
+        @app.api_route(route, methods=["GET", "HEAD"], include_in_schema=False)
+        async def page() -> Response:
+            return FileResponse(path)
+
+    for path in PAGE.iterdir():
+        add(path)
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -224,7 +238,8 @@ async def _events(exchange: "Exchange", wire: Wire) -> AsyncIterator[str]:
     """Yield server-sent events; an error is one of them, as the status was sent before."""
 
     def event(content: Any) -> str:
-        return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+        # Escaped: some clients split lines at characters such as U+2028.
+        return f"data: {json.dumps(content)}\n\n"
 
     try:
         for part in wire.opening():
@@ -255,6 +270,8 @@ class Exchange:
             job.send = functools.partial(self._send, loop, number)
 
     def _send(self, loop: asyncio.AbstractEventLoop, number: int, piece: Piece | Exception) -> None:
+        if isinstance(piece, Piece) and piece.heat is not None and self._queue.qsize() > UNREAD:
+            piece = dataclasses.replace(piece, heat=None)
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(self._queue.put_nowait, (number, piece))
 

@@ -33,6 +33,11 @@ class Connection(H11Protocol):
         elif self._timer is None:
             self._start_timer()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY:  # the rest of a body that nobody reads
+            self.transport.close()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)

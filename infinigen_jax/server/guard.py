@@ -74,10 +74,10 @@ class Guard:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
-                raise HTTPException(408, "the body did not arrive in time") from None
+                raise HTTPException(408, "the body did not arrive in time", CLOSE) from None
             size += len(message.get("body", b""))
             if size > self._limit:
-                raise HTTPException(413, f"the body is larger than {self._limit} bytes")
+                raise HTTPException(413, f"the body is larger than {self._limit} bytes", CLOSE)
             complete = not message.get("more_body", False)
             return message
 

@@ -58,6 +58,10 @@ class Prompts:
                 "messages: this model has no chat template; use /v1/completions", "messages"
             )
         messages: list[Any] = [message.for_template() for message in body.messages]
+        if "developer" not in template:  # most templates ignore roles that they do not know
+            for message in messages:
+                if message["role"] == "developer":
+                    message["role"] = "system"
         tools = [tool.model_dump() for tool in body.tools_offered] or None
         if tools and "tools" not in template:
             raise RefusedError("tools: this model's chat template has no place for them", "tools")

@@ -115,15 +115,18 @@ class Scheduler:
             while self._wait():
                 try:
                     self._advance()
+                    continue
                 except Exception as error:
-                    # The donated arrays of the batch are gone: start again with an empty one.
                     logger.exception("a step failed; its requests end")
-                    self._fail_all(error)
-                    self._make()
-        except Exception as error:
+                    # Without the trace, which holds the batch.
+                    self._fail(error.with_traceback(None), begun_only=True)
+                # The donated arrays of the batch are gone: go on with an empty one, after the rest.
+                del self._batch
+                self._make()
+        except BaseException as error:  # as of libraries in Rust
             logger.exception("the scheduler ended")
             self.failure = str(error) or repr(error)
-        self._fail_all(UnavailableError())
+        self._fail(UnavailableError())
         if self.failure is not None:
             self.failed()
 
@@ -177,6 +180,8 @@ class Scheduler:
             return
         if intake.reading is None:
             intake.reading, intake.node = self._begin(intake.job)
+            if intake.job.cached_tokens:
+                return  # to copy their rows takes as long as a chunk
         intake.reading.advance()
         if self.engine.runtime.settings.lossless:
             intake.reading.wait()  # or it would slow the next round, which is timed
@@ -201,11 +206,11 @@ class Scheduler:
             dropped = [job for job in self._waiting if job.cancelled]
             for job in dropped:
                 self._waiting.remove(job)
-        dropped += [intake.job for intake in self._intakes if intake.job.cancelled]
         running = dict(self._batch.running)
-        dropped += [each.job for each in running.values() if each.job.cancelled]
-        self._intakes = [intake for intake in self._intakes if not intake.job.cancelled]
-        for sequence in [sequence for sequence, each in running.items() if each.job.cancelled]:
+        begun = [each.job for each in (*self._intakes, *running.values())]
+        dropped += [job for job in begun if job.cancelled]  # more may be cancelled meanwhile
+        self._intakes = [intake for intake in self._intakes if intake.job not in dropped]
+        for sequence in [sequence for sequence, each in running.items() if each.job in dropped]:
             self._batch.leave(sequence)
         for job in dict.fromkeys(dropped):
             self._metrics.done(job, "cancelled")
@@ -259,15 +264,18 @@ class Scheduler:
         job.send(RefusedError(f"response_format: {problem}", "response_format"))
         job.cancelled = True
 
-    def _fail_all(self, error: Exception) -> None:
-        """End every request with an error."""
-        with self._wake:
-            jobs = {job: None for job in self._waiting}
-            self._waiting.clear()
+    def _fail(self, error: Exception, *, begun_only: bool = False) -> None:
+        """End every request with an error, or those that have begun."""
+        jobs: dict[Job, None] = {}
+        if not begun_only:
+            with self._wake:
+                jobs |= {job: None for job in self._waiting}
+                self._waiting.clear()
         jobs |= {intake.job: None for intake in self._intakes}
-        jobs |= {running.job: None for running in self._batch.running.values()}
         self._intakes.clear()
-        self._batch.running.clear()
+        if hasattr(self, "_batch"):  # not if a new one could not be made
+            jobs |= {running.job: None for running in self._batch.running.values()}
+            self._batch.running.clear()
         for job in jobs:
             self._metrics.done(job, "failed")
             job.send(error)

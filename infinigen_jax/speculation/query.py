@@ -105,9 +105,7 @@ def speculation_weights(
     """
     config = model.config
     basis, query = choose_basis(model, basis), choose_query(model, query)
-    corrected = None
-    parts = split(model.params["layers"][layer], config.query_width)
-    projection = in_full(parts["q"], config.hidden_size, model.dtype)
+    corrected = projection = None
     if query == "corrected":
         assert model.ahead is not None
         corrected = model.ahead[layer]
@@ -134,8 +132,11 @@ def speculation_weights(
     if query == "own":
         return weights
     if config.rope is None:
+        if projection is None:
+            parts = split(model.params["layers"][layer], config.query_width)
+            projection = in_full(parts["q"], config.hidden_size, model.dtype)
         return weights | _partial_projection(config, projection, pair, columns)
-    if corrected is not None:
+    if projection is not None:
         weights["ahead"] = projection
     return weights | ({} if pair is None else {"query": pair.query[..., :columns]})
 
