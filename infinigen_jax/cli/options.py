@@ -230,7 +230,7 @@ def make_pool(arguments: argparse.Namespace) -> Pool | None:
     """The limit of the host's cache, if there is to be one; its options are single values."""
     others = given(arguments, POOL_OPTIONS, "pool_")
     limit = others.pop("tokens", None)
-    if limit in (None, ALL) and others:
+    if limit is None and others:
         name = next(iter(others))
         raise ParameterError(f"pool.{name}", "nothing is evicted without `pool.tokens`")
     return None if limit in (None, ALL) else Pool.of_limit(limit, **others)

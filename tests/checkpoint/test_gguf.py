@@ -17,7 +17,7 @@ from infinigen_jax.checkpoint.gguf_file import GgufFile
 from infinigen_jax.checkpoint.hf_folder import read_config as read_folder_config
 from infinigen_jax.checkpoint.source import open_tensors, read_config
 from infinigen_jax.convert import convert
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import InputError, UnsupportedModelError
 from infinigen_jax.loading.load import embedded, load
 from infinigen_jax.text.gguf_tokenizer import gguf_tokenizer
 from infinigen_jax.text.tokenizer import load_tokenizer
@@ -209,6 +209,9 @@ def test_settings_that_are_easily_missed(tmp_path):
     config = read_config(write_gguf(tmp_path / "a.gguf", made, **changes))[1]
     assert config.rope is not None and config.pad_id is None
     assert (config.rope.fast_turns, config.rope.slow_turns) == (16, 2)
+    changes |= {"llama.rope.scaling.yarn_attn_factor": 2}
+    with pytest.raises(UnsupportedModelError, match=r"rope.scaling.yarn_attn_factor 2"):
+        read_config(write_gguf(tmp_path / "c.gguf", made, **changes))
     experts: Any = {"llama.expert_count": 8}
     with pytest.raises(InputError, match="mixture of experts"):
         read_config(write_gguf(tmp_path / "b.gguf", made, **experts))

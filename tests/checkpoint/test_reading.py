@@ -4,7 +4,9 @@ import collections
 import json
 import os
 import shutil
+import types
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,8 +22,8 @@ from infinigen_jax.checkpoint.hf_folder import (
     side_files,
     weight_files,
 )
-from infinigen_jax.checkpoint.tensor_names import match
-from infinigen_jax.checkpoint.torch_pickle import read_pickle
+from infinigen_jax.checkpoint.tensor_names import Rule, TensorSpec, match, read_tree
+from infinigen_jax.checkpoint.torch_pickle import Refused, read_pickle
 from infinigen_jax.convert import convert
 from infinigen_jax.errors import InputError, UnsupportedModelError
 from infinigen_jax.models import blueprint, config_from_hf
@@ -273,6 +275,25 @@ def test_a_pickle_changes_no_types():
     with pytest.raises(AttributeError):
         read_pickle(b"\x80\x02ctorch\nBFloat16Storage\n" + state)
     assert jnp.dtype(jnp.bfloat16).itemsize == 2
+
+
+@pytest.mark.parametrize("made", [b"(d.", b"\x8f(\x90.", b"(\x91."])
+def test_a_pickle_has_no_sets_and_no_dictionaries_in_one_step(made):
+    """Their items would be hashed, which can take forever."""
+    with pytest.raises(Refused, match="has a set"):
+        read_pickle(b"\x80\x04" + made)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_parameters_are_not_the_files_memory(dtype):
+    """JAX would use an aligned array of the right dtype as it is."""
+    stored = np.zeros(64 + 16, dtype)
+    stored = stored[-stored.ctypes.data % 64 // stored.itemsize :][:64].reshape(8, 8)
+    source: Any = types.SimpleNamespace(read=lambda: stored)
+    specs = [TensorSpec("a", (8, 8), Rule("a", ("up", "weight")))]
+    weight = read_tree(specs, {"a": source}, jnp.float32)["up"]["weight"]
+    stored[:] = 1
+    assert weight.dtype == jnp.float32 and not weight.any()
 
 
 def test_damaged_torch_files(tiny):

@@ -114,6 +114,19 @@ def test_a_conversation_at_the_command_line(talk, template, tmp_path):
         assert (status, out) == (2, "") and "leave --temperature" in err
 
 
+def test_a_chat_is_saved_when_nobody_reads_its_answers(talk, tmp_path, monkeypatch):
+    saved, answer = tmp_path / "saved", Talk.answer
+
+    def broken(self: Talk, text: str) -> None:
+        answer(self, text)
+        raise BrokenPipeError
+
+    monkeypatch.setattr(Talk, "answer", broken)
+    given = ("--chat-template", "plain", "--context", 64, "--save", saved)
+    assert talk("The king said\n", *given)[0] != 0
+    assert saved.is_file()
+
+
 def test_a_full_context(talk, tmp_path):
     saved = tmp_path / "saved"
     given = ("--chat-template", "plain", "--context", 16, "--save", saved)

@@ -135,6 +135,9 @@ def test_several_prompts_come_in_order(run, tmp_path):
     labels = ["[1] One", "[2] It was a", "[3] A third prompt, of two lines."]
     assert err.splitlines()[:3] == labels and "tokens/s" in err
     assert record["fetched_fraction"] == 1.0 and record["policy"] == "full"
+    # The end of each text is held back, as it may be the beginning of this one.
+    ends = [value for text in record["texts"] for value in ("--stop", f"{text[-1]}~~~")]
+    assert run(*arguments, *ends)[1] == out
 
 
 @pytest.mark.slow

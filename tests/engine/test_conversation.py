@@ -2,11 +2,14 @@
 
 import contextlib
 import dataclasses
+import gc
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from runtime import ALL, SPARSE, engine, numbers, random_model, slow_except, tokens_of, with_ends
 from tiny import only
@@ -15,6 +18,7 @@ from infinigen_jax.engine import conversation as conversation_module
 from infinigen_jax.engine import memory_plan as planning
 from infinigen_jax.engine.conversation import Conversation
 from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.rounds import Rounds
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import embedded
 from infinigen_jax.policies import H2O, Full, InfiniGen, Policy, PreviousQuery, Quest
@@ -50,6 +54,26 @@ def say(conversation: Conversation, turn: list[int], new: int, stop: int = 1000)
 def host_of(conversation: Conversation) -> Any:
     assert conversation.run is not None
     return conversation.run.cache.host
+
+
+def test_a_reset_gives_the_cache_back():
+    """The next turn has room for its own."""
+    conversation = engine("one", SPARSE).conversation(context=CONTEXT)
+    say(conversation, TURNS[0], 2)
+    assert conversation.run is not None
+    index = weakref.ref(jax.tree.leaves(conversation.run.cache.states)[0])
+    conversation.reset()
+    gc.collect()
+    assert index() is None and conversation.run.stats().new_tokens == 2
+
+
+def test_a_lossless_conversation_times_its_verifications_once(monkeypatch):
+    calls, warm_up = [], Rounds.warm_up
+    monkeypatch.setattr(Rounds, "warm_up", lambda *given: calls.append(warm_up(*given)))
+    conversation = engine("one", SPARSE, lossless=True).conversation(context=CONTEXT)
+    for turn in TURNS[:2]:
+        say(conversation, turn, 4)
+    assert len(calls) == 1
 
 
 def engine_of(policy: Policy, **settings: Any) -> Callable[[], Engine]:

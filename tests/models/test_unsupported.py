@@ -79,6 +79,10 @@ REFUSED = {
     "both ways": (GEMMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     "capped gemma 3": (GEMMA | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
     "cap of 0": (GEMMA | {"final_logit_softcapping": 0}, "final_logit_softcapping 0"),
+    "one rope": (
+        GEMMA | {"rope_parameters": {"rope_type": "linear", "factor": 8.0}},
+        "one rope for all layers of a gemma3",
+    ),
     "no scalar": (GEMMA | {"query_pre_attn_scalar": None}, "query_pre_attn_scalar"),
     "family": (LLAMA | {"model_type": "gpt2"}, "'gpt2' is not supported (supported: arcee"),
     "no family": ({}, "model_type"),

@@ -45,6 +45,8 @@ def test_status_pages(served: Served):
     assert served.metric("infinigen_host_cache_bytes") > 0
     status, headers, page = served.request("GET", "/")
     assert status == 200 and headers["content-type"].startswith("text/html")
+    assert served.request("POST", "/v1/embeddings", BODY)[0] == 404
+    assert served.request("GET", "/v1/completions")[0] == 405
     assert b"://" not in page, "the page needs no other host"
 
 
@@ -92,12 +94,21 @@ def test_bodies_too_large_or_too_slow(strict: Served):
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n"
     chunk = "a0\r\n" + "x" * 160 + "\r\n"
     chunked = _raw(strict, f"{head}Transfer-Encoding: chunked\r\n\r\n{chunk * 10}")
-    assert chunked.startswith("HTTP/1.1 413")
+    assert chunked.startswith("HTTP/1.1 413") and "connection: close" in chunked
     # The rest of the body never comes.
     slow = _raw(strict, f"{head}Content-Length: 100\r\n\r\n{{")
-    assert slow.startswith("HTTP/1.1 408")
+    assert slow.startswith("HTTP/1.1 408") and "connection: close" in slow
     assert strict.request("GET", "/health", headers={"X": "x" * 20_000})[0] == 431
     assert strict.request("POST", "/v1/completions", BODY, KEY)[0] == 200
+
+
+def test_a_body_that_nobody_reads_keeps_no_connection(strict: Served):
+    with socket.create_connection(("127.0.0.1", strict.port), timeout=5) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n")
+        answer = b""
+        while received := connection.recv(1000):
+            answer += received
+    assert answer.startswith(b"HTTP/1.1 200")
 
 
 def test_connections_without_whole_headers_are_closed(strict: Served):

@@ -57,7 +57,8 @@ def test_chat(served: Served):
     assert "".join(part.choices[0].delta.content or "" for part in parts) == expected
     assert parts[0].choices[0].delta.role == "assistant"
     content = [{"type": "text", "text": "a "}, {"type": "text", "text": "story"}]
-    settings["messages"] = [messages[0], {"role": "user", "content": content}]
+    developer = {"role": "developer", "content": "Tell"}  # the template knows no such role
+    settings["messages"] = [developer, {"role": "user", "content": content}]
     (choice,) = create(**settings, max_tokens=20, logprobs=True, top_logprobs=2).choices
     assert choice.message.content == expected
     assert "".join(entry.token for entry in choice.logprobs.content) == expected
