@@ -149,7 +149,7 @@ class Conversation:
         if self._begun is not None:
             drawn = self._begun.drawn
             if self.run is not None:
-                del self.run.cache  # makes room for the next turn's
+                vars(self.run).pop("cache", None)  # makes room for the next turn's
         else:
             drawn = self._drawn + (0 if self.run is None else len(self.run.new_tokens[0]))
         self._turns += 1
