@@ -123,6 +123,8 @@ def add_setting(writer: GGUFWriter, key: str, value: Any) -> None:
         writer.add_bool(key, value)
     elif isinstance(value, str):
         writer.add_string(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
     else:
         writer.add_uint32(key, value)
 

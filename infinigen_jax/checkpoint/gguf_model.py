@@ -5,6 +5,7 @@ architectures for another layout of the rotation, and adds 1 to the norms of Gem
 """
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -73,14 +74,6 @@ POST_NORM_NAMES = {
 ENDS = ("fast", "slow")  # of the frequencies that YaRN stretches in part
 # Factors of rotary frequencies, which `_rope` puts into the configuration.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-
-# Keys of `rope.scaling` that the configuration has no counterpart for.
-YARN_DEFAULTS = {
-    "attn_factor": 1,
-    "yarn_attn_factor": 1,
-    "yarn_ext_factor": 1,
-    "yarn_log_multiplier": 0,
-}
 
 
 class Architecture(NamedTuple):
@@ -240,10 +233,8 @@ def _rope(file: GgufFile, name: str) -> dict[str, Any]:
     if kind in ("linear", "yarn"):
         turns = {f"beta_{end}": data.get(f"{name}.rope.scaling.yarn_beta_{end}") for end in ENDS}
         hf["rope_scaling"] = {"rope_type": kind, "factor": factor} | turns
-        for key in YARN_DEFAULTS:
-            given = data.get(f"{name}.rope.scaling.{key}")
-            if given not in (None, YARN_DEFAULTS[key]):
-                raise UnsupportedModelError(f"rope.scaling.{key} {given} is not supported")
+        if kind == "yarn":
+            _check_yarn(data, f"{name}.rope.scaling", factor)
     elif kind not in (None, "none", "longrope"):
         raise UnsupportedModelError(f"rope.scaling.type {kind!r} is not supported")
     if "rope_freqs.weight" in file.tensors:
@@ -255,6 +246,24 @@ def _rope(file: GgufFile, name: str) -> dict[str, Any]:
         }
         hf["rope_scaling"] = {"type": "longrope"} | factors
     return hf
+
+
+def _check_yarn(data: Mapping[str, Any], prefix: str, factor: Any) -> None:
+    """Refuse settings of YaRN that change the length of queries and keys from the usual one.
+
+    Files have 1 for the usual factor, or its value, as for OLMo 3.
+    """
+    usual = 0.1 * math.log(factor) + 1 if isinstance(factor, int | float) and factor > 0 else 1.0
+    known = {
+        "attn_factor": (1.0, usual),
+        "yarn_attn_factor": (1.0, usual),
+        "yarn_ext_factor": (1.0,),
+        "yarn_log_multiplier": (0.0,),
+    }
+    for key, values in known.items():
+        given = data.get(f"{prefix}.{key}", values[0])
+        if not isinstance(given, int | float) or not np.isclose(given, values, rtol=1e-3).any():
+            raise UnsupportedModelError(f"rope.scaling.{key} {given} is not supported")
 
 
 def _llama3(file: GgufFile, hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -293,7 +293,8 @@ def _joined(parts: list[np.ndarray], gain: bool, dtype: Any) -> Array:
 
 @functools.partial(jax.jit, static_argnames=("gain", "dtype"))
 def _cast(parts: list[Array], gain: bool, dtype: Any) -> Array:
-    return jnp.concatenate([part.astype(dtype) + int(gain) for part in parts])
+    parts = [part.astype(dtype) for part in parts]
+    return jnp.concatenate([part + 1 for part in parts] if gain else parts)
 
 
 def _full_name(name: str, prefix: str) -> str:

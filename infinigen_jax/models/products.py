@@ -21,17 +21,17 @@ FEWEST_TERMS, MOST_TERMS = 16, 48
 
 def product(a: Float[Array, "*b e"], weight: Float[Array, "f e"]) -> Float[Array, "*b f"]:
     """Return a @ weight.T."""
-    rows = math.prod(a.shape[:-1])
-    vectors = a.dtype == weight.dtype == jnp.float32 and terms_of(a.shape[-1]) >= FEWEST_TERMS
-    if 0 < rows <= WRITTEN_OUT and vectors:
-        on_cpu = _written_out
-    else:
-        on_cpu = _few_rows if 1 < rows <= FEW_ROWS else _any_rows
-    return lax.platform_dependent(a, weight, cpu=on_cpu, default=_any_rows)
 
+    def plain(a: Array, weight: Array) -> Array:
+        return a @ weight.T
 
-def _any_rows(a: Float[Array, "*b e"], weight: Float[Array, "f e"]) -> Float[Array, "*b f"]:
-    return a @ weight.T
+    rows, inputs = math.prod(a.shape[:-1]), a.shape[-1]
+    if not 0 < rows <= FEW_ROWS or not a.dtype == weight.dtype == jnp.float32:
+        return plain(a, weight)
+    vectors = inputs // LANES if inputs % LANES == 0 else 1
+    written_out = rows <= WRITTEN_OUT and most_terms(vectors) >= FEWEST_TERMS
+    few = _written_out if written_out else _few_rows
+    return lax.platform_dependent(a, weight, cpu=few, default=plain)
 
 
 def _few_rows(a: Float[Array, "*b e"], weight: Float[Array, "f e"]) -> Float[Array, "*b f"]:
@@ -44,7 +44,7 @@ def _few_rows(a: Float[Array, "*b e"], weight: Float[Array, "f e"]) -> Float[Arr
 @jax.jit
 def _written_out(a: Float[Array, "*b e"], weight: Float[Array, "f e"]) -> Float[Array, "*b f"]:
     """Multiply vectors of LANES numbers and add them, which XLA compiles to one loop."""
-    terms = terms_of(weight.shape[1])
+    terms = most_terms(weight.shape[1] // LANES)
     x = a.reshape(math.prod(a.shape[:-1]), 1, -1, terms, LANES)
     vectors = weight.reshape(1, len(weight), -1, terms, LANES)
     total = x[:, :, :, 0] * vectors[:, :, :, 0]
@@ -53,7 +53,6 @@ def _written_out(a: Float[Array, "*b e"], weight: Float[Array, "f e"]) -> Float[
     return jnp.sum(total, axis=(2, 3)).reshape(*a.shape[:-1], -1)
 
 
-def terms_of(inputs: int) -> int:
-    """Return how many vectors are added up at a time; 1 if the inputs are not whole vectors."""
-    count = inputs // LANES if inputs % LANES == 0 else 1
+def most_terms(count: int) -> int:
+    """Return how many of `count` terms are written out at a time: a divisor of their number."""
     return max(n for n in range(1, MOST_TERMS + 1) if count % n == 0)

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
+from infinigen_jax.models.products import most_terms
 from infinigen_jax.settings.engine import WEIGHT_DTYPES
 
 LANES = 32  # inputs in a group
-LONGEST_SUM = 48  # terms written out; a longer sum is a sum of sums
 FEW_ROWS = 16  # rows up to which `product` beats a product with the decoded matrix
 LEVELS = (8, 15)  # least and most steps between the ends of an int4 group
 CODES = {
@@ -150,7 +150,7 @@ def _written_out(rows: Float[Array, "b e"], part: Params) -> Float[Array, "b f"]
     codes, scale = part["codes"], part.get("scale")
     outputs, units, _ = codes.shape
     each = 2 if codes.dtype == jnp.uint8 else 1  # groups per unit
-    terms = max(n for n in range(1, LONGEST_SUM + 1) if units % n == 0)
+    terms = most_terms(units)
     x = jnp.pad(rows, ((0, 0), (0, units * each * LANES - rows.shape[1])))
     x = x.reshape(len(rows), 1, -1, terms, each, LANES)
     codes = codes.reshape(outputs, -1, terms, LANES)

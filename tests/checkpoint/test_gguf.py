@@ -1,6 +1,7 @@
 """GGUF files against the transformers models and the `gguf` package that wrote them."""
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -209,6 +210,8 @@ def test_settings_that_are_easily_missed(tmp_path):
     config = read_config(write_gguf(tmp_path / "a.gguf", made, **changes))[1]
     assert config.rope is not None and config.pad_id is None
     assert (config.rope.fast_turns, config.rope.slow_turns) == (16, 2)
+    usual: Any = {"llama.rope.scaling.attn_factor": 0.1 * math.log(4) + 1}
+    assert read_config(write_gguf(tmp_path / "d.gguf", made, **changes, **usual))[1] == config
     changes |= {"llama.rope.scaling.yarn_attn_factor": 2}
     with pytest.raises(UnsupportedModelError, match=r"rope.scaling.yarn_attn_factor 2"):
         read_config(write_gguf(tmp_path / "c.gguf", made, **changes))
