@@ -82,10 +82,6 @@ class Cache(NamedTuple):
     hot: tuple[HotSet | Kept | None, ...] = ()
     pool: tuple[Int[Array, "b k t"], ...] = ()
 
-    def pool_of(self, number: int) -> Int[Array, "b k t"] | None:
-        """Return positions of a host layer's rows; None without a pool (slot = position)."""
-        return self.pool[number] if self.pool else None
-
     def parts(self, observes: bool) -> tuple[ReadCache, StepCache]:
         """Split the cache into the part that a step reads and the part that it replaces."""
         read, replaced = ((), self.states) if observes else (self.states, ())

@@ -77,11 +77,6 @@ class DenseLayer(NamedTuple):
     keys: Shaped[Array, "b k t d"]
     values: Shaped[Array, "b k t d"]
 
-    @classmethod
-    def empty(cls, shape: tuple[int, int, int, int], dtype: Any) -> "DenseLayer":
-        """Return an empty cache of shape [b, k, t, d]."""
-        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-
     def extend(self, rows: Float[Array, "b k c w"], span: Span) -> "DenseLayer":
         """Add a chunk's rows, in place if donated."""
         keys, values = jnp.split(to_kept(rows, self.keys.dtype), 2, axis=-1)
@@ -119,11 +114,6 @@ class Sliding(NamedTuple):
     @property
     def slots(self) -> Slots:
         return Slots(0, self.keys.shape[2])
-
-    @classmethod
-    def empty(cls, shape: tuple[int, int, int, int], dtype: Any) -> "Sliding":
-        """Return an empty cache of shape [b, k, n, d]."""
-        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     def extend(self, rows: Float[Array, "b k c w"], span: Span) -> "Sliding":
         """Add the chunk's rows that stay in the window."""
@@ -223,10 +213,6 @@ class Resident(NamedTuple):
     def part(self, position: Int[Array, " b"], slots: Slots) -> Part:
         """Return sinks and recent tokens, including the current one."""
         return packed(self.rows, (slots.positions(position) >= 0)[:, None])
-
-    def near(self, position: Int[Array, " b"], slots: Slots, dtype: Any) -> Part:
-        """Return all resident rows."""
-        return self.part(position, slots)
 
     def since(self, start: Int[Array, " b"], slots: Slots) -> Float[Array, "b k n w"]:
         """Return the `window` rows from position `start` on, in order of position."""

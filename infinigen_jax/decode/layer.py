@@ -6,9 +6,10 @@
 `a` is an attention input (a normalised hidden state) and `q` a query. `inputs.place` is where the
 host keeps the current layer's rows; `inputs.target` is the layer that rows are requested for.
 
-The policy decides when rows are requested. With `Policy.source` "resident" it speculates after
-attention to the resident rows and before attention to the fetched rows. With `Policy.lead` 0 a
-layer selects by its own query: it starts and awaits its own transfer before its attention.
+The policy decides when rows are requested, and by which query. With `Policy.source` "input" it
+speculates by the layer's input (figure 8 of the paper), with "resident" after attention to the
+resident rows: a more accurate guess that waits for no transfer. With `Policy.lead` 0 a layer
+selects by its own query: it starts and awaits its own transfer before its attention.
 
 A step only reads the host cache and the policy's state. New rows go to the ring of resident rows.
 `flush` writes the ring to the host in one donated update every `window` steps.
@@ -26,11 +27,9 @@ from infinigen_jax.cache.cache import HostLayer, ReadCache
 from infinigen_jax.cache.host_array import capacity_of, write_span
 from infinigen_jax.cache.hot_set import HotSet, replace_entries
 from infinigen_jax.cache.layers import Resident
-from infinigen_jax.cache.pool import Kept, touch
-from infinigen_jax.decode.layer_rows import layer_rows
+from infinigen_jax.cache.pool import Kept, held, touch
+from infinigen_jax.decode.layer_rows import DeviceRows, HostRows, layer_rows
 from infinigen_jax.decode.layout import Layout
-from infinigen_jax.decode.lookahead import lookahead
-from infinigen_jax.decode.sparse_attention import held
 from infinigen_jax.decode.state import (
     Carry,
     Counts,
@@ -43,6 +42,7 @@ from infinigen_jax.decode.state import (
 )
 from infinigen_jax.models import Params
 from infinigen_jax.models.base import Layer
+from infinigen_jax.ops.attention import attend
 from infinigen_jax.ops.span import Span
 from infinigen_jax.policies.base import Lookup
 from infinigen_jax.selection.select import Request
@@ -65,16 +65,17 @@ class Decoder(Layout):
             The carry for the next layer, with the rows fetched for it, and the new state.
         """
         layer, rows = self.blueprint.layer(inputs.params), layer_rows(self, inputs, state)
-        timing, positions = lookahead(self, inputs), inputs.positions
-        a = layer.attention_input(carry.x)
+        a, positions = layer.attention_input(carry.x), inputs.positions
         # `hot` is the target's hot set. With an own query, `carry` now has this layer's rows.
-        carry, started, hot = timing.from_input(a, carry, state.hot)
+        carry, started, hot = self.request_by_input(inputs, a, carry, state.hot)
         with jax.named_scope("attention"):
             q = self.config.grouped(layer.query(a, positions))
             key, value = layer.key_value(a, positions)
             q = self.tie(started, q)
             rows = rows.write(key, value)
-            started, q = timing.from_resident(started, layer, carry.x, q, rows, hot)
+            if inputs.target is not None and self.policy.source == "resident":
+                started = self.request_by_resident(inputs, carry.x, q, rows, hot)
+                q = self.tie(started, q)
             o, rows, counts = rows.attend(q, carry)
             x = carry.x + self.output(layer, o)
         with jax.named_scope("mlp"):
@@ -85,6 +86,42 @@ class Decoder(Layout):
     def output(self, layer: Layer, o: Float[Array, "b k g d"]) -> Float[Array, "b e"]:
         """Project the attention of all heads back to the hidden size."""
         return layer.attention_output(o.reshape(o.shape[0], self.config.num_heads, -1))
+
+    def request_by_input(
+        self, inputs: LayerInputs, a: Float[Array, "b e"], carry: Carry, hot: HotSet | Kept | None
+    ) -> tuple[Carry, Started | None, HotSet | Kept | None]:
+        """Request rows by a layer's input: those of its target, or its own, which it awaits.
+
+        Returns:
+            The carry, with the layer's rows if it selects by its own query; the transfer under way,
+            if any; and the new hot set.
+        """
+        target, place = inputs.target, inputs.place
+        if target is not None:
+            early = self.policy.source == "input"
+            return carry, self.start(inputs, target, a, hot) if early else None, hot
+        if self.policy.lead or place is None or place.weights is None:
+            return carry, None, hot
+        own = Target(inputs.params, place.weights, place.state, place.number, place.positions)
+        carry, hot = self.wait(self.start(inputs, own, a, hot), carry, hot)
+        return carry, None, hot
+
+    def request_by_resident(
+        self,
+        inputs: LayerInputs,
+        x: Float[Array, "b e"],
+        q: Float[Array, "b k g d"],
+        rows: DeviceRows | HostRows,
+        hot: HotSet | Kept | None,
+    ) -> Started:
+        """Request the target's rows after attention to the resident rows, which waits for none."""
+        assert inputs.target is not None
+        with jax.named_scope("resident"):
+            o = attend(q, rows.near(), cap=self.config.attention_softcap)
+            x = x + self.output(self.blueprint.layer(inputs.params), o)
+        # Normalise with the parameters of the layer whose input `x` approximates.
+        a = self.blueprint.layer(inputs.target.params).attention_input(x)
+        return self.start(inputs, inputs.target, a, hot)
 
     def start(
         self,
@@ -124,6 +161,7 @@ class Decoder(Layout):
         self, target: Target, a: Float[Array, "b e"], positions: Int[Array, " b"], capacity: int
     ) -> Request:
         """Ask the policy for the rows that a layer requests, at most `request_size(capacity)`."""
+        rows = target.positions
         return self.policy.select(
             Lookup(
                 config=self.config,
@@ -135,7 +173,7 @@ class Decoder(Layout):
                 size=self.request_size(capacity),
                 capacity=capacity,
                 share=target.weights.get("share"),
-                held=held(self, target.positions, positions),
+                held=None if rows is None else held(rows, positions, self.policy.window),
             )
         )
 

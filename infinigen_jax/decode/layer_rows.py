@@ -5,22 +5,52 @@ Both kinds have the same methods, so that `Decoder.decode_layer` treats them ali
     write(key, value)    add the rows of the current tokens
     near()               rows on the device, for a guess that waits for no transfer
     attend(q, carry)     attention over all rows that the layer attends to
+
+A layer on the host attends to its resident and its fetched rows. If it selects nothing, it attends
+to all rows, streamed block by block.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from infinigen_jax.cache.cache import HostLayer
-from infinigen_jax.cache.host_array import capacity_of
+from infinigen_jax.cache.host_array import (
+    ROWS_SPEC,
+    capacity_of,
+    gather_items,
+    gather_rows,
+    read_block,
+    sharded,
+)
 from infinigen_jax.cache.layers import DenseLayer, Resident, Sliding
+from infinigen_jax.cache.pool import held
+from infinigen_jax.cuda import calls
 from infinigen_jax.decode.layout import Layout
-from infinigen_jax.decode.sparse_attention import attend_fetched, attend_streamed, count_streamed
-from infinigen_jax.decode.state import Carry, Counts, LayerInputs, LayerState
-from infinigen_jax.ops.attention import Part, attend
+from infinigen_jax.decode.requested_attention import attend_requested
+from infinigen_jax.decode.state import Carry, Counts, Fetched, LayerInputs, LayerState
+from infinigen_jax.ops.attention import (
+    Part,
+    Tail,
+    attend,
+    attend_weighted,
+    finish_softmax,
+    join_softmax,
+    packed,
+    softmax_over,
+)
 from infinigen_jax.ops.used_slots import over_used
+from infinigen_jax.policies.base import Attended
+from infinigen_jax.selection.select import Request
+from infinigen_jax.speculation.query import mean_score
+from infinigen_jax.speculation.tail import predicted
+
+STREAM_BLOCK = 1024  # tokens of a streamed block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,22 +100,167 @@ class HostRows:
         return dataclasses.replace(self, local=local)
 
     def near(self) -> Part:
-        return self.local.near(self.positions, self.layout.slots, self.layout.dtype)
+        return self.local.part(self.positions, self.layout.slots)
 
     def attend(
         self, q: Float[Array, "b k g d"], carry: Carry
     ) -> tuple[Float[Array, "b k g d"], "HostRows", Counts]:
-        stored = self.host, self.local, self.place, self.positions
         if carry.fetched is None:
-            o = attend_streamed(self.layout, q, self.local, self.host, self.place, self.positions)
-            capacity = capacity_of(self.host, q.shape[0])
-            counts = count_streamed(self.layout, carry.counts, capacity, self.place, self.positions)
-            return o, self, counts
-        o, attended = attend_fetched(self.layout, q, carry.fetched, *stored)
+            return self._attend_streamed(q), self, self._count_streamed(carry.counts)
+        o, attended = self._attend_fetched(q, carry.fetched)
         if attended is None:
             return o, self, carry.counts
         observed = self.layout.policy.observe(self.observed, attended)
         return o, dataclasses.replace(self, observed=observed), carry.counts
+
+    def _attend_fetched(
+        self, q: Float[Array, "b k g d"], fetched: Fetched
+    ) -> tuple[Float[Array, "b k g d"], Attended | None]:
+        """Attend to the resident and the fetched rows.
+
+        Returns:
+            The output, and the attention weights for a policy that observes them.
+        """
+        layout, request = self.layout, fetched.request
+        if layout.in_chunks:
+            return self._attend_chunks(q, fetched), None
+        resident, part = self.near(), self.fetched_part(fetched)
+        cap = layout.config.attention_softcap
+        tail = self.tail_term(q, request, part.taken(q.shape[-1]))
+        if layout.attends_by_kernel:
+            kernel = functools.partial(calls.attend_rows, cap=cap)
+            softmax = sharded(kernel, layout.mesh, (ROWS_SPEC,) * 3, ROWS_SPEC)(
+                q, fetched.rows, request.count
+            )
+            softmax = join_softmax(softmax_over(q, resident, cap), softmax)
+            return finish_softmax(softmax, q, tail), None
+        o, (near, far) = attend_weighted(q, resident, part, tail=tail, cap=cap)
+        if not layout.policy.observes:
+            return o, None
+        places = layout.slots.positions(self.positions)
+        return o, Attended(q, request.slots, jnp.sum(far, axis=2), places, jnp.sum(near, axis=2))
+
+    def _attend_chunks(
+        self, q: Float[Array, "b k g d"], fetched: Fetched
+    ) -> Float[Array, "b k g d"]:
+        """Attend to the resident and the fetched rows, in proportion to the valid ones."""
+        layout, place = self.layout, self.place
+
+        def read(head: Array, at: Array, slots: Array) -> Array:
+            if fetched.rows is None:
+                rows = gather_items(self.host, place.number, head, slots, q.shape[0])
+            else:
+                rows = fetched.rows.reshape(-1, *fetched.rows.shape[2:])[head[:, None], at][None]
+            scales = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1])[head][None], place.scales)
+            return layout.row_format.decode(scales, rows)
+
+        resident = self.near()
+        one_mean = not layout.slots.tail_block and fetched.request.rest is not None
+        cap = layout.config.attention_softcap
+        softmax, taken = attend_requested(q, fetched.request, read, one_mean, cap)
+        softmax = join_softmax(softmax_over(q, resident, cap), softmax)
+        return finish_softmax(softmax, q, self.tail_term(q, fetched.request, taken))
+
+    def fetched_part(self, fetched: Fetched) -> Part:
+        """Return all rows of a request as a part for attention."""
+        layout, rows = self.layout, fetched.rows
+        if rows is None:
+            rows = gather_rows(self.host, self.place.number, fetched.request.slots, layout.mesh)
+        rows = layout.row_format.decode(self.place.scales, rows)
+        if fetched.rows is not None and (layout.transfer.concurrent or layout.transfer.in_place):
+            # Padding may hold NaN, which a weight of 0 does not mask.
+            rows = jnp.where(fetched.request.valid[..., None], rows, 0)
+        return packed(rows, fetched.request.valid)
+
+    def tail_term(
+        self, q: Float[Array, "b k g d"], request: Request, taken: Float[Array, "b k d"] | None
+    ) -> Tail | None:
+        """Return host-only rows that were not fetched as one token, if the policy has a tail.
+
+        Args:
+            taken: sum of the fetched values; used by a tail of one mean.
+        """
+        if self.layout.slots.tail_block:
+            return self.tail_blocks(q, request)
+        if request.rest is None:
+            return None
+        policy, weights = self.layout.policy, self.place.weights
+        assert self.local.left is not None and taken is not None and weights is not None
+        # Capped scores already have the mean key's logit.
+        mean = None if "softcap" in weights else weights.get("mean")
+        score = request.rest.score + mean_score(mean, q)
+        host_rows = jnp.maximum(self.positions - policy.window + 1 - policy.sinks, 0)[:, None]
+        if (rows := self._held()) is not None:
+            host_rows = jnp.sum(rows >= 0, axis=-1, dtype=jnp.int32)
+        missing = (host_rows - request.count)[..., None]
+        score = jnp.where((missing > 0)[..., None], score, -jnp.inf)
+        return Tail(score, self.local.left - taken[:, :, None], missing)
+
+    def tail_blocks(self, q: Float[Array, "b k g d"], request: Request) -> Tail:
+        """Return host-only rows that were not fetched as one token per block.
+
+        The scores come from the layer's own query. A block's value is the mean over all host-only
+        tokens of the block, fetched or not, plus the correction that the policy predicts from the
+        index entries of the tokens that were not fetched (`speculation.tail`).
+        """
+        layout, weights, rest = self.layout, self.place.weights, request.rest
+        assert self.local.left is not None and weights is not None
+        with jax.named_scope("tail"):
+            if rest is None:
+                rest = layout.policy.own_rest(weights, self.place.state, q, request, self.positions)
+            size, blocks = layout.policy.tail_block, rest.score.shape[3]
+            eligible = layout.slots.eligible(self.positions, blocks * size)
+            by_block = eligible.reshape(-1, 1, blocks, size)
+            count = jnp.sum(by_block, axis=-1, dtype=jnp.int32)
+            shift = None if rest.entry is None else predicted(weights, rest.entry)
+            return Tail(rest.score, self.local.left, count, shift)
+
+    def _held(self) -> Int[Array, "b k t"] | None:
+        """Return positions of a pool's rows that only the host has; None without a pool."""
+        rows = self.place.positions
+        return None if rows is None else held(rows, self.positions, self.layout.policy.window)
+
+    def _on_host_only(self) -> Bool[Array, "b kv t"]:
+        """Return slots whose rows only the host has, per KV head or, with kv = 1, for all heads."""
+        if (rows := self._held()) is not None:
+            return rows >= 0
+        capacity = capacity_of(self.host, len(self.positions))
+        return self.layout.slots.eligible(self.positions, capacity)[:, None]
+
+    def _attend_streamed(self, q: Float[Array, "b k g d"]) -> Float[Array, "b k g d"]:
+        """Attend to the resident rows and all rows on the host, block by block."""
+        layout, cap, batch = self.layout, self.layout.config.attention_softcap, q.shape[0]
+        capacity = capacity_of(self.host, batch)
+        block = min(capacity, STREAM_BLOCK)
+        eligible = self._on_host_only()
+        # With a pool the capacity need not be a multiple of the block. The last read then starts
+        # early and overlaps the previous block; the rows read again are masked.
+        blocks = -(-capacity // block)
+
+        def visit(i: Array, state: Any) -> Any:
+            start = i * block
+            if capacity % block:
+                start = jnp.minimum(start, capacity - block)
+            valid = lax.dynamic_slice_in_dim(eligible, start, block, axis=2)
+            if capacity % block:
+                repeated = jnp.arange(block, dtype=jnp.int32) < i * block - start
+                valid = valid & ~repeated[None, None]
+            rows = read_block(self.host, self.place.number, start, block, layout.mesh, batch)
+            rows = layout.row_format.decode(self.place.scales, rows)
+            # Unwritten slots may hold NaN, which a weight of 0 does not mask.
+            rows = jnp.where(valid[..., None], rows, 0)
+            return join_softmax(state, softmax_over(q, packed(rows, valid), cap))
+
+        state = softmax_over(q, self.near(), cap)
+        state = lax.fori_loop(jnp.int32(0), jnp.int32(blocks), visit, state)
+        return finish_softmax(state, q)
+
+    def _count_streamed(self, counts: Counts) -> Counts:
+        """Add all host-only rows of the layer to the counts."""
+        host_rows = self._on_host_only()
+        rows = jnp.sum(host_rows, axis=(1, 2), dtype=jnp.int32)
+        rows = rows * (self.layout.config.num_kv_heads // host_rows.shape[1])
+        return Counts(counts.selected + rows, counts.moved + rows)
 
 
 def layer_rows(layout: Layout, inputs: LayerInputs, state: LayerState) -> DeviceRows | HostRows:

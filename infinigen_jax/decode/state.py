@@ -11,7 +11,7 @@ from infinigen_jax.cache.layers import Local
 from infinigen_jax.cache.pool import Kept
 from infinigen_jax.models import Params
 from infinigen_jax.selection.select import Request
-from infinigen_jax.transfer.base import FetchedRows
+from infinigen_jax.transfer.xla import FetchedRows
 
 
 class Weights(NamedTuple):
@@ -73,7 +73,7 @@ class Fetched(NamedTuple):
     """Rows requested for a layer, in the host's row format.
 
     Attributes:
-        rows: the rows; None if the transfer leaves them in the host cache (`Transfer.in_place`).
+        rows: the rows; None if the transfer leaves them in the host cache (`XlaTransfer.in_place`).
     """
 
     request: Request
@@ -102,7 +102,7 @@ class Started(NamedTuple):
     """Transfer under way.
 
     Attributes:
-        arrays: what `Transfer.fetch` returned.
+        arrays: what `XlaTransfer.fetch` returned.
         moved: rows that cross, per sequence and KV head; the hot set holds the others.
         hot: hot set with the new directory and the old rows.
     """

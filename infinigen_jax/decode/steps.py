@@ -366,11 +366,16 @@ def steps(decoder: Decoder) -> Steps:
     )
 
 
-def flush_cache(
-    decoder: Decoder, weights: Weights, numbers: Sequence[Array], cache: Cache
-) -> Cache:
+@functools.lru_cache(maxsize=64)
+def host_numbers(decoder: Decoder) -> tuple[Int[Array, ""], ...]:
+    """Return the indices of the host layers, as device scalars."""
+    whole = Placement(decoder.mesh).whole
+    return tuple(jax.device_put(np.int32(i), whole) for i in range(decoder.host_layers))
+
+
+def flush_cache(decoder: Decoder, weights: Weights, cache: Cache) -> Cache:
     """Write the rows of all rings to the host, so that the host holds every cached row."""
-    programs = steps(decoder)
+    programs, numbers = steps(decoder), host_numbers(decoder)
     if cache.host is None:
         return cache
     if cache.pool:

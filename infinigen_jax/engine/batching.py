@@ -20,7 +20,7 @@ from infinigen_jax.cache.host_array import (
     write_block,
 )
 from infinigen_jax.decode.layer import Decoder
-from infinigen_jax.decode.sparse_attention import STREAM_BLOCK
+from infinigen_jax.decode.layer_rows import STREAM_BLOCK
 from infinigen_jax.programs.program import Program
 
 IDLE = -1
@@ -71,10 +71,14 @@ class Owners:
 
 
 class Admission(NamedTuple):
-    """Compiled versions of `insert`, `extract` and `rest`.
+    """Compiled changes of a batch; the cache that is written is donated.
 
-    `insert` also replaces the sequence in the batch's other arrays, and `extract` also takes it out
-    of them. The cache that is written is donated.
+    Attributes:
+        insert: replace a sequence of a cache and of the batch's other arrays by the only one of a
+            cache with the same capacity.
+        extract: take a sequence out of them, as a cache of its own; all its rows are on the host,
+            and none are shared. They are copied to a given host array.
+        rest: `rest`.
     """
 
     insert: Any
@@ -86,58 +90,33 @@ class Admission(NamedTuple):
 def admission(decoder: Decoder) -> Admission:
     """Return the jitted functions of a decoder."""
 
-    def replace(cache: Cache, others: Any, one: Cache, new: Any, sequence: Int[Array, ""]) -> tuple:
-        return insert(decoder, cache, one, sequence), put_sequence(others, new, sequence)
+    def insert(cache: Cache, others: Any, one: Cache, new: Any, sequence: Int[Array, ""]) -> tuple:
+        host = cache.host
+        if host is not None:
+            assert one.host is not None
+            shared = shared_slots(one.host, 1)
+            count = one.lengths[0] - shared
+            host = copy_sequence(host, one.host, sequence, jnp.int32(shared), count, decoder)
+        rest = put_sequence(cache._replace(host=None), one._replace(host=None), sequence)
+        return rest._replace(host=host), put_sequence(others, new, sequence)
 
-    def take(host: Any, cache: Cache, others: Any, sequence: Int[Array, ""]) -> tuple:
-        return extract(decoder, host, cache, sequence), take_sequence(others, sequence)
+    def extract(host: Any, cache: Cache, others: Any, sequence: Int[Array, ""]) -> tuple:
+        def read(layer: Array, start: Array, size: int) -> Array:
+            assert cache.host is not None
+            return read_sequence(cache.host, layer, sequence, start, size, decoder.mesh)
+
+        if host is not None:
+            host = _copy_blocks(host, jnp.int32(0), cache.lengths[sequence], read, decoder)
+        rest = take_sequence(cache._replace(host=None), sequence)
+        return rest._replace(host=host), take_sequence(others, sequence)
 
     at: Any = Placement(decoder.mesh)
     cache = Cache(at.host, at.rows, at.rows, at.batch, at.rows, at.rows, at.rows)
     return Admission(
-        insert=jax.jit(replace, donate_argnums=0, out_shardings=(cache, at.batch)),
-        extract=jax.jit(take, donate_argnums=0, out_shardings=(cache, at.batch)),
+        insert=jax.jit(insert, donate_argnums=0, out_shardings=(cache, at.batch)),
+        extract=jax.jit(extract, donate_argnums=0, out_shardings=(cache, at.batch)),
         rest=Program(rest, (), out_shardings=at.batch),
     )
-
-
-def insert(decoder: Decoder, cache: Cache, one: Cache, sequence: Int[Array, ""]) -> Cache:
-    """Replace a sequence of a batch's cache, in place if the cache is donated.
-
-    Args:
-        one: cache of a single sequence, with the same capacity.
-    """
-    host = cache.host
-    if host is not None:
-        assert one.host is not None
-        shared = shared_slots(one.host, 1)
-        count = one.lengths[0] - shared
-        host = copy_sequence(host, one.host, sequence, jnp.int32(shared), count, decoder)
-    others = put_sequence(cache._replace(host=None), one._replace(host=None), sequence)
-    return others._replace(host=host)
-
-
-def extract(
-    decoder: Decoder,
-    host: Shaped[Array, "l 1 k t w"] | None,
-    cache: Cache,
-    sequence: Int[Array, ""],
-) -> Cache:
-    """Return a sequence of a batch as a cache of its own, with the same capacity.
-
-    Args:
-        host: array to copy its rows to; None without host layers.
-        cache: cache of the batch; all rows are on the host, and none are shared.
-    """
-    if host is not None:
-        assert cache.host is not None
-        rows, zero = cache.host, jnp.int32(0)
-
-        def read(layer: Array, start: Array, size: int) -> Array:
-            return read_sequence(rows, layer, sequence, start, size, decoder.mesh)
-
-        host = _copy_blocks(host, zero, cache.lengths[sequence], read, decoder)
-    return take_sequence(cache._replace(host=None), sequence)._replace(host=host)
 
 
 def take_sequence(batch: Any, sequence: Int[Array, ""]) -> Any:

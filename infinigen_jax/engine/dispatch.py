@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.cache.cache import Cache, ReadCache, StepCache
-from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.decode.state import Counts, Weights
-from infinigen_jax.decode.steps import Watch, flush_cache, single_layers, step, steps
+from infinigen_jax.decode.steps import Watch, flush_cache, host_numbers, single_layers, step, steps
 from infinigen_jax.engine.runtime import Runtime
 
 
@@ -36,27 +34,15 @@ class Stepped(NamedTuple):
 
 
 class Dispatcher:
-    """Decode steps of an engine.
-
-    Attributes:
-        numbers: indices of the host layers, on the device.
-    """
+    """Decode steps of an engine."""
 
     def __init__(self, runtime: Runtime, *, drafts: bool = False):
-        at = Placement(runtime.mesh)
         self.decoder, self.weights = runtime.decoder, runtime.weights
         if drafts:
             self.decoder, self.weights = runtime.drafter
-        self.numbers = [
-            jax.device_put(np.int32(i), at.whole) for i in range(self.decoder.host_layers)
-        ]
-        self._steps = steps(self.decoder)
+        self._steps, self._numbers = steps(self.decoder), host_numbers(self.decoder)
         self._check = runtime.settings.check
         self._layerwise = runtime.settings.schedule == "layerwise" and not self._check
-
-    def place(self, tokens: np.ndarray) -> Int[Array, " b"]:
-        """Copy the tokens of a batch to the device."""
-        return jax.device_put(np.asarray(tokens, np.int32), Placement(self.decoder.mesh).batch)
 
     def step(self, cache: Cache, tokens: Int[Array, " b"], watch: Watch | None = None) -> Stepped:
         """Dispatch a step over the next token of each sequence, without waiting.
@@ -83,10 +69,10 @@ class Dispatcher:
         tokens: Array,
         watch: Watch | None,
     ) -> Stepped:
-        pieces, numbers = self._steps.pieces, self.numbers
+        pieces = self._steps.pieces
         if watch is not None:
             pieces = pieces._replace(groups=single_layers(self.decoder))
-        arguments = self.decoder, pieces, numbers, weights, read, live, tokens, watch
+        arguments = self.decoder, pieces, self._numbers, weights, read, live, tokens, watch
         x, new, counts, records = step(*arguments)
         embedding = weights.params["embedding"]
         logits, best, lengths = self._steps.predict(embedding, x, new.lengths)
@@ -95,4 +81,4 @@ class Dispatcher:
 
     def flush(self, cache: Cache) -> Cache:
         """Write the rows of the rings to the host and return the new cache."""
-        return flush_cache(self.decoder, self.weights, self.numbers, cache)
+        return flush_cache(self.decoder, self.weights, cache)

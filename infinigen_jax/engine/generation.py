@@ -165,7 +165,7 @@ class Run(Batch):
         Raises:
             InputError: if the cache is full.
         """
-        return self._force(tokens)[0]
+        return self.watch(None, tokens)[0]
 
     def score(self, tokens: np.ndarray, targets: np.ndarray) -> jax.Array:
         """Return the log-probabilities of given next tokens; otherwise like `predict`.
@@ -179,22 +179,18 @@ class Run(Batch):
         """
         return _of_targets(self.predict(tokens), np.asarray(targets, np.int32))
 
-    def watch(self, watch: Watch, tokens: np.ndarray) -> tuple[jax.Array, tuple[Any, ...]]:
+    def watch(self, watch: Watch | None, tokens: np.ndarray) -> tuple[jax.Array, tuple[Any, ...]]:
         """Dispatch a step as `predict` does, and record values of every layer.
 
         Args:
-            watch: function called between the layers, see `Dispatcher.step`.
+            watch: function called between the layers, if any; see `Dispatcher.step`.
             tokens: [b] tokens at the next position, int32.
 
         Returns:
             The log-probabilities, and the results of `watch`, one per layer.
         """
-        return self._force(tokens, watch)
-
-    def _force(
-        self, tokens: np.ndarray, watch: Watch | None = None
-    ) -> tuple[jax.Array, tuple[Any, ...]]:
-        stepped = self._step(self.dispatcher.place(tokens), watch)
+        tokens = np.asarray(tokens, np.int32)
+        stepped = self._step(jax.device_put(tokens, self._at.batch), watch)
         self.drawn = stepped.best
         return _log_softmax(stepped.logits), stepped.records
 

@@ -47,29 +47,6 @@ class LosslessStats(Stats):
     verification_seconds: float
 
 
-class Tally:
-    """Totals over the rounds of a run.
-
-    Attributes:
-        drafted, accepted: drafted tokens, and accepted ones, of all sequences.
-        verifications: verifications, each counted once per sequence.
-        new: new tokens.
-        cached: tokens cached, summed over `verifications`.
-    """
-
-    def __init__(self):
-        self.drafted = self.accepted = self.verifications = self.new = self.cached = 0
-
-    def add(self, drafted: int, counts: np.ndarray, cached: np.ndarray) -> None:
-        """Add a round; sequences without a new token took no part."""
-        active = counts > 0
-        self.drafted += drafted * int(active.sum())
-        self.accepted += int(counts.sum() - active.sum())
-        self.verifications += int(active.sum())
-        self.new += int(counts.sum())
-        self.cached += int(cached[active].sum())
-
-
 class LosslessRun(Run):
     """A generation that advances by rounds of drafted and verified tokens.
 
@@ -81,13 +58,15 @@ class LosslessRun(Run):
         super().__init__(runtime, *arguments, **options)
         self._rounds = Rounds(self, self._begun.length)
         self.draft_length = self._rounds.length
-        self._tally, self._open = Tally(), None
+        self._open = None
+        # Totals of all sequences over the rounds in which they took part.
+        self._drafted = self._verifications = self._new = self._cached = 0
         self._taken = np.zeros(self.owners.batch, np.int32)
 
     def advance(self) -> None:
         raise InputError("a lossless run advances by rounds; take its tokens from `tokens`")
 
-    def _force(self, tokens: np.ndarray, watch: Any = None) -> Any:
+    def watch(self, watch: Any, tokens: np.ndarray) -> Any:
         raise InputError("a lossless run takes no given tokens; score them without `lossless`")
 
     def settle(self) -> None:
@@ -139,7 +118,11 @@ class LosslessRun(Run):
         drafted, counts = judged.drafted, self._rounds.read(judged)
         self.counts += drafted.counts
         self.owners.record(judged.given.owner, self.cached, drafted.count)
-        self._tally.add(drafted.count, counts, self.cached)
+        active = counts > 0  # sequences without a new token took no part
+        self._drafted += drafted.count * int(active.sum())
+        self._verifications += int(active.sum())
+        self._new += int(counts.sum())
+        self._cached += int(self.cached[active].sum())
         self._sampler.count_drawn(counts)
         self.clock.step(int(counts.sum()))
         return counts
@@ -190,16 +173,16 @@ class LosslessRun(Run):
 
     def stats(self) -> LosslessStats:
         """Return the statistics of the generation so far."""
-        base, tally, decoder = stats_of(self), self._tally, self.decoder
+        base, decoder, rounds = stats_of(self), self.decoder, max(1, self._verifications)
         fields = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
         row = decoder.row_format.width * decoder.row_format.storage.itemsize
-        rows = tally.cached * decoder.config.num_kv_heads * decoder.host_layers
-        fields["host_to_device_bytes_per_token"] += rows * row / max(1, tally.new)
+        rows = self._cached * decoder.config.num_kv_heads * decoder.host_layers
+        fields["host_to_device_bytes_per_token"] += rows * row / max(1, self._new)
         return LosslessStats(
             **fields,
-            acceptance_rate=tally.accepted / max(1, tally.drafted),
-            tokens_per_verification=tally.new / max(1, tally.verifications),
-            draft_tokens=tally.drafted / max(1, tally.verifications),
+            acceptance_rate=(self._new - self._verifications) / max(1, self._drafted),
+            tokens_per_verification=self._new / rounds,
+            draft_tokens=self._drafted / rounds,
             draft_seconds=self._rounds.seconds[0],
             verification_seconds=self._rounds.seconds[1],
         )

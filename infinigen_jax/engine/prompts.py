@@ -9,7 +9,7 @@ import numpy as np
 
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.decode.finite_check import Places, refuse
-from infinigen_jax.decode.sparse_attention import STREAM_BLOCK
+from infinigen_jax.decode.layer_rows import STREAM_BLOCK
 from infinigen_jax.engine.draft_length import DraftLength
 from infinigen_jax.engine.memory_plan import MemoryPlan, most_sequences, plan_cache
 from infinigen_jax.engine.runtime import Runtime

@@ -20,7 +20,7 @@ from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement, write_block
 from infinigen_jax.cache.layers import DenseLayer
 from infinigen_jax.decode.layer import Decoder
-from infinigen_jax.decode.sparse_attention import STREAM_BLOCK
+from infinigen_jax.decode.layer_rows import STREAM_BLOCK
 from infinigen_jax.engine.saved_file import SavedFile
 from infinigen_jax.ops.bit_storage import number_dtype
 from infinigen_jax.prefill.prefill import empty_cache

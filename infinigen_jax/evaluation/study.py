@@ -24,7 +24,7 @@ from infinigen_jax.cache.host_array import read_block
 from infinigen_jax.cache.layers import Resident
 from infinigen_jax.decode.compiler_options import step_options
 from infinigen_jax.decode.layer import Decoder
-from infinigen_jax.decode.sparse_attention import fetched_part, tail_term
+from infinigen_jax.decode.layer_rows import HostRows
 from infinigen_jax.decode.state import Carry, Fetched
 from infinigen_jax.decode.steps import Watched
 from infinigen_jax.ops.attention import Part, attend_weighted, soft_capped
@@ -132,9 +132,9 @@ def _with_tail(
     place, local = watched.place, watched.local
     assert watched.host is not None and place is not None and isinstance(local, Resident)
     fetched = watched.before.fetched or Fetched(request, None)
-    part = fetched_part(decoder, fetched, watched.host, place)
-    taken, cap = part.taken(q.shape[-1]), decoder.config.attention_softcap
-    tail = tail_term(decoder, q, request, taken, local, place, watched.positions)
+    rows = HostRows(decoder, local, watched.positions, None, watched.host, place)
+    part, cap = rows.fetched_part(fetched), decoder.config.attention_softcap
+    tail = rows.tail_term(q, request, part.taken(q.shape[-1]))
     return attend_weighted(q, resident, part, tail=tail, cap=cap)[0]
 
 

@@ -74,8 +74,8 @@ def cache_steps(decoder: Decoder) -> CacheSteps:
                 if sums:
                     blocks = 1 if decoder.pool is not None else decoder.slots.blocks(slots)
                 return Resident.empty(batch, k, 2 * d, decoder.slots, decoder.dtype, blocks)
-            kind = DenseLayer if ring is None else Sliding
-            return kind.empty((batch, k, ring or capacity, d), decoder.kept_dtype)
+            kind, shape = DenseLayer if ring is None else Sliding, (batch, k, ring or capacity, d)
+            return kind(*(jnp.zeros(shape, decoder.kept_dtype) for _ in range(2)))
 
         return Cache(
             None,

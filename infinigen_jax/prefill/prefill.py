@@ -31,7 +31,7 @@ from infinigen_jax.cache.host_array import Placement, allocate_host
 from infinigen_jax.cache.layers import DenseLayer
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Weights
-from infinigen_jax.decode.steps import flush_cache, steps
+from infinigen_jax.decode.steps import flush_cache, host_numbers, steps
 from infinigen_jax.errors import InputError
 from infinigen_jax.models import Params
 from infinigen_jax.ops.span import Span
@@ -116,9 +116,7 @@ def extend(
     """
     if decoder.pool is not None:
         raise InputError("a cache with a limit cannot be extended; leave the pool out")
-    if cache.host is not None:  # the rings may hold rows of the last steps
-        numbers = [layer_number(decoder, i) for i in range(decoder.host_layers)]
-        cache = flush_cache(decoder, weights, numbers, cache)
+    cache = flush_cache(decoder, weights, cache)  # the rings may hold rows of the last steps
     return _read(decoder, weights, cache, tokens, counts, chunk, notify, look)
 
 
@@ -244,11 +242,6 @@ def read_chunk(
     return cache._replace(lengths=ends), newest
 
 
-def layer_number(decoder: Decoder, number: int) -> Int[Array, ""]:
-    """Return the index of a host layer, as a device scalar."""
-    return jax.device_put(np.int32(number), Placement(decoder.mesh).whole)
-
-
 def _room(decoder: Decoder, cache: Cache) -> int:
     """Return the slots of the smallest cache that is neither ring nor pool."""
     room = [x.keys.shape[2] for x in cache.local if isinstance(x, DenseLayer)]
@@ -272,13 +265,9 @@ class RowStore:
         self.scales = list(cache.scales)
 
     def keep(
-        self, layer: int, rows: Float[Array, "b k c w"], span: Span, at: Any, observations: Any
+        self, layer: int, rows: Float[Array, "b k c w"], span: Span, observations: Any
     ) -> None:
-        """Store a layer's rows; see `layer.keep_rows`.
-
-        Args:
-            at: index among the host layers, as a device scalar.
-        """
+        """Store a layer's rows; see `layer.keep_rows`."""
         number = self._decoder.host_number(layer)
         if number < 0:
             self.local[layer] = self._chunks.keep_on_device(self.local[layer], rows, span)
@@ -289,9 +278,9 @@ class RowStore:
             rows,
             span,
             *kept,
-            at,
+            host_numbers(self._decoder)[number],
             observations,
-            self._cache.pool_of(number),
+            self._cache.pool[number] if self._cache.pool else None,
             streams=self._decoder.streams(number),
         )
         self.local[layer], self.states[number], self.scales[number], self.host = new
@@ -339,20 +328,20 @@ def _layers(
     look(0, x, *span)
 
     def compute(i: int, params: Params, x: Array, stored: tuple[Params, ...]) -> tuple[Array, Any]:
-        number, at, observations = decoder.host_number(i), None, None
+        number, observations = decoder.host_number(i), None
         if number < 0:
             window = decoder.config.window_of(i)
             x, rows, upcoming = programs.device_layer(
                 params, x, store.local[i], span, lengths, stored, window=window
             )
         else:
-            at = layer_number(decoder, number)
+            at = host_numbers(decoder)[number]
             observed = decoder.policy.observes and not decoder.streams(number)
             layer = programs.observed_layer if observed else programs.host_layer
             x, rows, observations, upcoming = layer(
                 params, x, store.scales[number], store.host, at, span, lengths, stored
             )
-        store.keep(i, rows, span, at, observations)
+        store.keep(i, rows, span, observations)
         look(i + 1, x, *span)
         return x, upcoming
 

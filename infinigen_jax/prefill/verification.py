@@ -22,12 +22,13 @@ from infinigen_jax.cache.layers import DenseLayer, Resident, Sliding
 from infinigen_jax.decode.compiler_options import layer_options
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Weights
+from infinigen_jax.decode.steps import host_numbers
 from infinigen_jax.models import Params
 from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill.attention_mass import attention_mass
 from infinigen_jax.prefill.layer import Done, device_rows, host_rows, layer_over
 from infinigen_jax.prefill.narrow_attention import Seen, attend_narrow
-from infinigen_jax.prefill.prefill import Look, RowStore, layer_number, through_layers
+from infinigen_jax.prefill.prefill import Look, RowStore, through_layers
 from infinigen_jax.prefill.prior_rows import Attended, PriorRows
 from infinigen_jax.programs.program import Program
 from infinigen_jax.transfer.host_weights import await_copy, start_next
@@ -108,7 +109,7 @@ def verify(
                 cache.local[i],
                 cache.scales[number],
                 cache.host,
-                layer_number(decoder, number),
+                host_numbers(decoder)[number],
                 start,
                 stored,
             )
@@ -137,13 +138,13 @@ def commit(
     programs, store = verification_steps(decoder), RowStore(decoder, weights, cache)
     span = Span(verified.start, accepted)
     for i, rows in enumerate(verified.rows):
-        number, at, observations = decoder.host_number(i), None, None
+        number, observations = decoder.host_number(i), None
         if number >= 0:
-            at = layer_number(decoder, number)
             if (seen := verified.observed[number]) is not None:
+                at = host_numbers(decoder)[number]
                 mass = programs.mass(seen, rows, store.scales[number], store.host, at, span)
                 observations = seen.queries, mass
-        store.keep(i, rows, span, at, observations)
+        store.keep(i, rows, span, observations)
     return store.cache()._replace(lengths=programs.advance(verified.start, accepted))
 
 
@@ -157,7 +158,7 @@ def verification_steps(decoder: Decoder) -> VerificationSteps:
     ) -> Float[Array, "b c e"]:
         tokens = jnp.maximum(tokens[:, :size], 0)
         # Padding may lie beyond the last position, where an embedding table would give NaN.
-        positions = jnp.minimum(_positions(start, size), config.max_positions - 1)
+        positions = jnp.minimum(Span(start, start).positions(size), config.max_positions - 1)
         return decoder.blueprint.embedding(params).embed(tokens, positions)
 
     def device_layer(
@@ -232,10 +233,6 @@ def verification_steps(decoder: Decoder) -> VerificationSteps:
     )
 
 
-def _positions(start: Int[Array, " b"], size: int) -> Int[Array, "b c"]:
-    return start[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-
-
 def _layer(
     decoder: Decoder,
     params: Params,
@@ -246,7 +243,8 @@ def _layer(
     window: int | None = None,
 ) -> Done:
     """Compute one layer; every token attends to those before it in the chunk as well."""
-    positions, cap = _positions(start, x.shape[1]), decoder.config.attention_softcap
+    span = Span(start, start)
+    positions, cap = span.positions(x.shape[1]), decoder.config.attention_softcap
     distance = positions[:, None] - positions[:, :, None]
     visible = distance >= 0
     if window is not None:
@@ -285,7 +283,7 @@ def resident_rows(
     keys, values = jnp.split(local.rows, 2, axis=-1)
     if stored.exact:
         return [Seen(keys, values, valid)]
-    recent = kept | (_positions(start, size)[:, None] - places < window)
+    recent = kept | (Span(start, start).positions(size)[:, None] - places < window)
     old_keys, old_values = jnp.split(
         stored.decode(scales, stored.encode(scales, local.rows)), 2, axis=-1
     )

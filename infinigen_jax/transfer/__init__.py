@@ -1,10 +1,12 @@
 """Transfer: move requested rows from host to device, overlapped with computation.
 
-Imports cache, selection, cuda, ops. Start reading at base.py. Each transfer is one file.
+Imports cache, selection, cuda, ops. Start reading at xla.py. Each transfer is one file.
+
+`fetch` is traced into the step, where Python does not run between two layers. The rows that it
+returns exist once the transfer has ended; XLA runs other work meanwhile.
 """
 
-from infinigen_jax.transfer.base import Transfer
-from infinigen_jax.transfer.cuda import CudaTransfer, make_transfer
+from infinigen_jax.transfer.cuda import CudaTransfer, Transfer, make_transfer
 from infinigen_jax.transfer.xla import XlaTransfer
 
 __all__ = ["CudaTransfer", "Transfer", "XlaTransfer", "make_transfer"]

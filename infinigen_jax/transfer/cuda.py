@@ -19,8 +19,7 @@ from infinigen_jax.cuda.calls import gather
 from infinigen_jax.selection.select import Request
 from infinigen_jax.settings.engine import EngineOptions
 from infinigen_jax.settings.setting import check_setting
-from infinigen_jax.transfer.base import FetchedRows, Transfer
-from infinigen_jax.transfer.xla import XlaTransfer
+from infinigen_jax.transfer.xla import FetchedRows, XlaTransfer
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ class CudaTransfer:
     name: ClassVar[str] = "cuda"
     blocks: int = 16
     threads: int = 512
-    in_place: bool = False
+    in_place: ClassVar[bool] = False
     concurrent: ClassVar[bool] = True
 
     def fetch(
@@ -49,6 +48,7 @@ class CudaTransfer:
         replacement: Replacement | None,
         mesh: Mesh,
     ) -> FetchedRows:
+        """Move the rows of one layer's request; see `XlaTransfer.fetch`."""
         directory = () if replacement is None else (hot_rows, replacement.entry, replacement.miss)
 
         def local(host: Array, layer: Array, slots: Array, count: Array, *hot: Any) -> FetchedRows:
@@ -59,6 +59,9 @@ class CudaTransfer:
         specs = CACHE_SPEC, PartitionSpec(), *[ROWS_SPEC] * (len(arrays) - 2)
         out = ROWS_SPEC, None if replacement is None else ROWS_SPEC
         return sharded(local, mesh, specs, out)(*arrays)
+
+
+Transfer = XlaTransfer | CudaTransfer
 
 
 def make_transfer(name: str) -> Transfer:

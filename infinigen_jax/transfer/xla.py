@@ -13,7 +13,8 @@ from infinigen_jax.cache.hot_set import Replacement
 from infinigen_jax.ops.compaction import compact
 from infinigen_jax.ops.indexing import look_up, put
 from infinigen_jax.selection.select import Request
-from infinigen_jax.transfer.base import FetchedRows
+
+FetchedRows = tuple[Shaped[Array, "b k n w"] | None, Shaped[Array, "b k h w"] | None]
 
 CHUNK = 64  # missing rows per KV head moved into a hot set in one iteration
 
@@ -29,6 +30,8 @@ class XlaTransfer:
     Attributes:
         in_place: whether no rows move without a hot set, and attention reads valid rows in the host
             cache. For the CPU, where host and device share memory.
+        concurrent: whether rows move during XLA's kernels, so that a request should be early. Only
+            valid rows move then; else the whole static request, unless there is a hot set.
     """
 
     name: ClassVar[str] = "xla"
@@ -45,6 +48,19 @@ class XlaTransfer:
         replacement: Replacement | None,
         mesh: Mesh,
     ) -> FetchedRows:
+        """Move the rows of one layer's request.
+
+        Args:
+            host: host cache, in its storage dtype; bytes are moved unchanged.
+            layer: index among the host layers.
+            hot_rows: rows of the layer's hot set, replaced by those returned; None without one.
+            replacement: entries and missing rows of the hot set; None without one.
+
+        Returns:
+            The rows in the order of the request (None if `in_place` without a hot set), and the new
+            rows of the hot set. Rows beyond the request's count are undefined if `concurrent` or
+            `in_place`, and else finite.
+        """
         if hot_rows is None:
             if self.in_place:
                 return None, None

@@ -8,7 +8,7 @@ import pytest
 from runtime import NEW, RAGGED, SPARSE, copies, engine, finished
 
 from infinigen_jax.cache.hot_set import HotSet
-from infinigen_jax.decode.steps import groups_of, step, steps
+from infinigen_jax.decode.steps import groups_of, host_numbers, step, steps
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
 from infinigen_jax.policies import H2O, Full, InfiniGen, Policy
@@ -102,7 +102,7 @@ def test_the_fused_step_copies_neither_cache_nor_weights(policy):
 
 def test_the_layerwise_step_and_the_flush_copy_no_cache():
     run = made(SPARSE, "layerwise").start(RAGGED, max_new_tokens=NEW)
-    compiled, numbers = steps(run.decoder), run.dispatcher.numbers
+    compiled, numbers = steps(run.decoder), host_numbers(run.decoder)
     cache, weights = run.cache, run.runtime.weights
     assert cache.host is not None
     programs: list[str] = []

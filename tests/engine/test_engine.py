@@ -49,10 +49,10 @@ def test_windows_longer_than_the_cache():
 
 
 def test_caches_of_several_stream_blocks(monkeypatch):
-    from infinigen_jax.decode import sparse_attention as host_attention
+    from infinigen_jax.decode import layer_rows
 
     full = finished(small(Full()))
-    monkeypatch.setattr(host_attention, "STREAM_BLOCK", 32)
+    monkeypatch.setattr(layer_rows, "STREAM_BLOCK", 32)
     blocks = small(Full(window=3))  # another policy: compiled anew
     assert finished(blocks).new_tokens == full.new_tokens
 

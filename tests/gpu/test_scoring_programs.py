@@ -22,7 +22,7 @@ from infinigen_jax.cache.host_array import default_mesh
 from infinigen_jax.cache.layers import Resident
 from infinigen_jax.cuda.launch import TARGET
 from infinigen_jax.decode.layer import Decoder
-from infinigen_jax.decode.sparse_attention import tail_blocks
+from infinigen_jax.decode.layer_rows import HostRows
 from infinigen_jax.policies import InfiniGen
 from infinigen_jax.selection.select import Request
 from infinigen_jax.transfer import XlaTransfer
@@ -60,7 +60,8 @@ def tail(kernels: bool) -> Program:
 
     def scores(q: Any, weights: Any, index: Any, request: Request, local: Resident, at: Any):
         own = HostLayer(jnp.int32(0), (), weights, index)
-        tail = tail_blocks(decoder, q, request, local, own, at)
+        rows = HostRows(decoder, local, at, None, jnp.zeros((1, 1, K, T, 2 * D), sp.DTYPE), own)
+        tail = rows.tail_blocks(q, request)
         return tail.score, tail.shift
 
     size = POLICY.request_size(T)

@@ -5,7 +5,6 @@ import itertools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import runtime
@@ -144,8 +143,7 @@ def decode(chosen: Engine, cache: Cache, drawn: Any, number: int) -> np.ndarray:
     programs, tokens = steps(chosen.decoder), []
     for i in range(number):
         if i and i % chosen.decoder.policy.window == 0:
-            numbers = [jnp.int32(i) for i in range(chosen.decoder.host_layers)]
-            cache = flush_cache(chosen.decoder, chosen.weights, numbers, cache)
+            cache = flush_cache(chosen.decoder, chosen.weights, cache)
         tokens.append(np.asarray(drawn))
         parts = cache.parts(chosen.decoder.policy.observes)
         new, _, drawn, _ = programs.fused(chosen.weights, *parts, drawn)

@@ -61,8 +61,8 @@ def test_what_is_resident_is_the_same_of_every_kind_of_cache():
     s, heads, kv, d = 40, 4, 2, 8
     q, k, v = (jnp.asarray(rng.normal(size=(s, n, d)).astype(np.float32)) for n in (heads, kv, kv))
     slots = Slots(3, 8)
-    dense = DenseLayer.empty((1, kv, 64, d), jnp.float32)
-    sliding = Sliding.empty((1, kv, 16, d), jnp.float32)
+    dense = DenseLayer(*jnp.zeros((2, 1, kv, 64, d), jnp.float32))
+    sliding = Sliding(*jnp.zeros((2, 1, kv, 16, d), jnp.float32))
     host = Resident.empty(1, kv, 2 * d, slots, jnp.float32)
     expected = {
         "all": causal_attention(q, k, v, window=slots.window, sinks=slots.sinks),
@@ -74,10 +74,11 @@ def test_what_is_resident_is_the_same_of_every_kind_of_cache():
         at, key, value = place[None], k[place][None], v[place][None]
         dense, host, sliding = caches
         host = host.write(jnp.concatenate([key, value], axis=-1), at, slots)
-        caches = [dense.write(key, value, at), host, sliding.write(key, value, at)]
+        dense, sliding = (local.write(key, value, at) for local in (dense, sliding))
         query = q[place].reshape(1, kv, heads // kv, d)
-        near = [local.near(at, slots, jnp.float32) for local in caches]
-        return caches, [attend(query, part).reshape(heads, d) for part in near]
+        recent = at, slots, jnp.float32
+        near = [dense.near(*recent), host.part(at, slots), sliding.near(*recent)]
+        return [dense, host, sliding], [attend(query, part).reshape(heads, d) for part in near]
 
     caches: list[Any] = [dense, host, sliding]
     for place in range(s):
