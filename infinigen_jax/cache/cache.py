@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Int, Shaped
 
-from infinigen_jax.cache.hot_set import HotSet
 from infinigen_jax.cache.layers import Local
-from infinigen_jax.cache.pool import Kept
+from infinigen_jax.cache.pool import Hot
 
 
 class HostLayer(NamedTuple):
@@ -57,12 +56,12 @@ class StepCache(NamedTuple):
     """Part of a cache that a decode step replaces; its arrays are donated.
 
     Attributes:
-        hot: hot set of each host layer, `Kept` with a pool; None for a layer without either.
+        hot: hot set of each host layer, see `Hot`.
         states: the policy's state, if it observes; else empty.
     """
 
     local: tuple[Local, ...]
-    hot: tuple[HotSet | Kept | None, ...]
+    hot: tuple[Hot, ...]
     states: tuple[Any, ...]
     lengths: Int[Array, " b"]
 
@@ -79,7 +78,7 @@ class Cache(NamedTuple):
     local: tuple[Local, ...]
     lengths: Int[Array, " b"]
     scales: tuple[Any, ...] = ()
-    hot: tuple[HotSet | Kept | None, ...] = ()
+    hot: tuple[Hot, ...] = ()
     pool: tuple[Int[Array, "b k t"], ...] = ()
 
     def parts(self, observes: bool) -> tuple[ReadCache, StepCache]:

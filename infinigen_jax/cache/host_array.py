@@ -234,15 +234,10 @@ def read_block(
     start: Int[Array, ""],
     size: int,
     mesh: Mesh,
-    batch: int | None = None,
+    batch: int,
 ) -> Shaped[Array, "b k n w"]:
-    """Read `size` consecutive slots of one layer, from `start`, into device memory.
-
-    Args:
-        batch: number of sequences, whose slots may include shared ones. None reads all rows of
-            axis a, numbered by the slots of the array.
-    """
-    if batch is not None and cache.shape[1] > batch:
+    """Read `size` consecutive slots of the `batch` sequences of a layer into device memory."""
+    if cache.shape[1] > batch:
         slots = start + jnp.arange(size, dtype=jnp.int32)
         slots = jnp.broadcast_to(slots, (batch, cache.shape[2], size))
         return gather_rows(cache, layer, slots, mesh)

@@ -44,6 +44,9 @@ class Kept(NamedTuple):
     hot: HotSet | None
 
 
+Hot = HotSet | Kept | None  # hot set of a host layer; with a pool, `Kept`; None for neither
+
+
 def held(
     positions: Int[Array, "b k t"], current: Int[Array, " b"], window: int
 ) -> Int[Array, "b k t"]:

@@ -25,9 +25,9 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from infinigen_jax.cache.cache import HostLayer, ReadCache
 from infinigen_jax.cache.host_array import capacity_of, write_span
-from infinigen_jax.cache.hot_set import HotSet, replace_entries
+from infinigen_jax.cache.hot_set import replace_entries
 from infinigen_jax.cache.layers import Resident
-from infinigen_jax.cache.pool import Kept, held, touch
+from infinigen_jax.cache.pool import Hot, Kept, held, touch
 from infinigen_jax.decode.layer_rows import DeviceRows, HostRows, layer_rows
 from infinigen_jax.decode.layout import Layout
 from infinigen_jax.decode.state import (
@@ -88,8 +88,8 @@ class Decoder(Layout):
         return layer.attention_output(o.reshape(o.shape[0], self.config.num_heads, -1))
 
     def request_by_input(
-        self, inputs: LayerInputs, a: Float[Array, "b e"], carry: Carry, hot: HotSet | Kept | None
-    ) -> tuple[Carry, Started | None, HotSet | Kept | None]:
+        self, inputs: LayerInputs, a: Float[Array, "b e"], carry: Carry, hot: Hot
+    ) -> tuple[Carry, Started | None, Hot]:
         """Request rows by a layer's input: those of its target, or its own, which it awaits.
 
         Returns:
@@ -112,7 +112,7 @@ class Decoder(Layout):
         x: Float[Array, "b e"],
         q: Float[Array, "b k g d"],
         rows: DeviceRows | HostRows,
-        hot: HotSet | Kept | None,
+        hot: Hot,
     ) -> Started:
         """Request the target's rows after attention to the resident rows, which waits for none."""
         assert inputs.target is not None
@@ -128,7 +128,7 @@ class Decoder(Layout):
         inputs: LayerInputs,
         target: Target,
         a: Float[Array, "b e"],
-        hot: HotSet | Kept | None,
+        hot: Hot,
     ) -> Started:
         """Select rows for a layer and start their transfer.
 
@@ -186,9 +186,7 @@ class Decoder(Layout):
             return q
         return lax.optimization_barrier((started.request.slots, q))[1]
 
-    def wait(
-        self, started: Started | None, carry: Carry, hot: HotSet | Kept | None
-    ) -> tuple[Carry, HotSet | Kept | None]:
+    def wait(self, started: Started | None, carry: Carry, hot: Hot) -> tuple[Carry, Hot]:
         """Await a transfer after the work on `carry.x`, and put its rows into the carry."""
         if started is None:
             return carry, hot
@@ -240,9 +238,7 @@ class Decoder(Layout):
         none = jnp.zeros(tokens.shape, jnp.int32)
         return Carry(x, None, Counts(none, none))
 
-    def request_first(
-        self, inputs: LayerInputs, hot: HotSet | Kept | None, carry: Carry
-    ) -> tuple[Carry, HotSet | Kept | None]:
+    def request_first(self, inputs: LayerInputs, hot: Hot, carry: Carry) -> tuple[Carry, Hot]:
         """Fetch the rows of layer 0 when it is on the host; nothing overlaps this transfer.
 
         Args:

@@ -1,4 +1,4 @@
-"""Host pool in the engine (`cache.pool`): fill it from a prompt, and flush rings into it."""
+"""Flush of rings into a host pool (`cache.pool`)."""
 
 from typing import Any
 
@@ -9,24 +9,10 @@ from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import gather_rows, store_rows
 from infinigen_jax.cache.hot_set import forget
 from infinigen_jax.cache.layers import Resident, sums_of_values
-from infinigen_jax.cache.pool import Insertion, Kept, first_used, insert, of_prompt
+from infinigen_jax.cache.pool import Insertion, Kept, insert
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.models import Params
 from infinigen_jax.ops.span import Span
-
-
-def start_pool(decoder: Decoder, lengths: Int[Array, " b"], slots: int) -> Int[Array, "b k t"]:
-    """Return the positions of the prompt rows that a layer's pool keeps."""
-    assert decoder.pool is not None
-    heads, sinks = decoder.config.num_kv_heads, decoder.policy.sinks
-    return of_prompt(decoder.pool, lengths, heads, slots, sinks)
-
-
-def start_kept(decoder: Decoder, positions: Int[Array, "b k t"]) -> Kept:
-    """Return the initial `Kept` of a host layer."""
-    assert decoder.pool is not None
-    b, _, t = positions.shape
-    return Kept(first_used(decoder.pool, positions), decoder.empty_hot_set(b, t))
 
 
 def flush(decoder: Decoder, policy: tuple[Params, ...], cache: Cache) -> Cache:

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from infinigen_jax.cache.cache import HostLayer
 from infinigen_jax.cache.hot_set import HotSet
 from infinigen_jax.cache.layers import Local
-from infinigen_jax.cache.pool import Kept
+from infinigen_jax.cache.pool import Hot
 from infinigen_jax.models import Params
 from infinigen_jax.selection.select import Request
 from infinigen_jax.transfer.xla import FetchedRows
@@ -60,12 +60,12 @@ class LayerState(NamedTuple):
     """Arrays that one layer of a step replaces.
 
     Attributes:
-        hot: hot set of the target; with a pool, `Kept`; None if the target has neither.
+        hot: hot set of the target, see `Hot`.
         observed: the policy's state of this layer; None if the policy does not observe.
     """
 
     local: Local
-    hot: HotSet | Kept | None
+    hot: Hot
     observed: Any
 
 

@@ -307,29 +307,20 @@ def steps(decoder: Decoder) -> Steps:
     """Return a decoder's compiled functions; engines with equal settings share them."""
     pieces = pieces_of(decoder)
 
-    def layers(
-        weights: Weights,
-        read: ReadCache,
-        live: StepCache,
-        tokens: Array,
-        watch: Watch | None = None,
-    ) -> Any:
+    def fused(
+        weights: Weights, read: ReadCache, live: StepCache, tokens: Array, check: bool = False
+    ) -> tuple:
         numbers = [jnp.int32(i) for i in range(decoder.host_layers)]
-        return step(decoder, pieces, numbers, weights, read, live, tokens, watch)
-
-    def fused(weights: Weights, read: ReadCache, live: StepCache, tokens: Array) -> tuple:
-        x, new, counts, _ = layers(weights, read, live, tokens)
-        predicted = decoder.predict(weights.params["embedding"], x)
-        return new._replace(lengths=live.lengths + 1), *predicted, counts
-
-    def checked(weights: Weights, read: ReadCache, live: StepCache, tokens: Array) -> tuple:
         embedding, positions = weights.params["embedding"], live.lengths
-        x, new, counts, finite = layers(weights, read, live, tokens, finite_after)
+        given = decoder, pieces, numbers, weights, read, live, tokens
+        x, new, counts, finite = step(*given, finite_after if check else None)
         logits, best = decoder.predict(embedding, x)
+        results = new._replace(lengths=positions + 1), logits, best, counts
+        if not check:
+            return results
         ends = decoder.embed(embedding, tokens, positions).x, logits
         first, last = (jnp.all(jnp.isfinite(end), axis=-1) for end in ends)
-        place = first_place((first, *finite, last), positions)
-        return new._replace(lengths=positions + 1), logits, best, counts, place
+        return *results, first_place((first, *finite, last), positions)
 
     def predict(params: Params, x: Array, lengths: Array) -> tuple:
         return *decoder.predict(params, x), lengths + 1
@@ -349,7 +340,9 @@ def steps(decoder: Decoder) -> Steps:
     bring = program(pieces.bring, (at.whole, at.batch)) if decoder.weights_on_host else pieces.bring
     return Steps(
         fused=program(fused, predicted, donate_argnums=2),
-        checked=program(checked, (*predicted, at.batch), donate_argnums=2),
+        checked=program(
+            functools.partial(fused, check=True), (*predicted, at.batch), donate_argnums=2
+        ),
         pieces=Pieces(
             embed=program(pieces.embed, Carry(at.batch, None, counts)),
             bring=bring,

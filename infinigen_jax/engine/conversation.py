@@ -25,8 +25,8 @@ from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.engine.encoding import Prompt, encode
 from infinigen_jax.engine.generation import Run
 from infinigen_jax.engine.lossless import make_run
-from infinigen_jax.engine.memory_plan import check_memory, plan_memory
-from infinigen_jax.engine.prompts import Begun, checked_context, round_up_capacity
+from infinigen_jax.engine.memory_plan import check_memory
+from infinigen_jax.engine.prompts import Begun, PromptReader, checked_context, round_up_capacity
 from infinigen_jax.engine.remedies import Remedies
 from infinigen_jax.engine.results import Step
 from infinigen_jax.engine.runtime import Runtime
@@ -36,7 +36,6 @@ from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.loading.load import Model
 from infinigen_jax.models.packed import split
 from infinigen_jax.numeric import check_range
-from infinigen_jax.prefill.prefill import chunk_for
 from infinigen_jax.settings.sampling import Sampling
 from infinigen_jax.settings.setting import defaults_of
 from infinigen_jax.text.stops import checked_stops
@@ -221,11 +220,12 @@ class Conversation:
 
     def _check_memory(self, cached: int) -> None:
         """Raise InputError if the conversation does not fit into memory."""
-        decoder, capacity = self.runtime.decoder, self.capacity
-        chunk = chunk_for(decoder, 1, self.context - cached or 1, self.runtime.prefill_chunk)
-        plan = plan_memory(decoder, 1, min(chunk, capacity), capacity)
-        remedies = Remedies(decoder, ("`context` of a new conversation",), may_pool=False)
-        check_memory(plan, self.runtime.device, remedies)
+        longest = [[0] * max(self.context, cached + 1)]
+        reader = PromptReader(self.runtime, longest, self.context, 1, self.capacity, 0)
+        lengths = ("`context` of a new conversation",)
+        remedies = Remedies(self.runtime.decoder, lengths, may_pool=False)
+        for plan in reader.phases(1, cached, waiting=False):
+            check_memory(plan, self.runtime.device, remedies)
 
     def _keep(self, run: Run, turn: int) -> None:
         """Store the state of a run for the next turn, unless the conversation was reset."""

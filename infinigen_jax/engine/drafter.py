@@ -5,7 +5,6 @@ weights in host memory, a draft then moves none of them.
 """
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 
@@ -18,15 +17,8 @@ from infinigen_jax.models.packed import join
 from infinigen_jax.models.small_weights import shrink, small_dtype
 
 
-class Drafter(NamedTuple):
-    """Functions of a drafted step, with the layout of the engine's cache, and their weights."""
-
-    decoder: Decoder
-    weights: Weights
-
-
-def make_drafter(decoder: Decoder, weights: Weights, dtype: str | None) -> Drafter:
-    """Return the drafter of an engine.
+def make_drafter(decoder: Decoder, weights: Weights, dtype: str | None) -> tuple[Decoder, Weights]:
+    """Return the decoder and the weights of an engine's drafted steps.
 
     Args:
         weights: weights of the engine; the embedding and the policy's arrays are shared with it.
@@ -36,7 +28,7 @@ def make_drafter(decoder: Decoder, weights: Weights, dtype: str | None) -> Draft
         ParameterError: if the matrices are small already.
     """
     if dtype is None:
-        return Drafter(decoder, weights)
+        return decoder, weights
     whole, layers = Placement(decoder.mesh).whole, weights.params["layers"]
     if small_dtype(layers[0]) is not None:
         raise ParameterError("draft_weights", "the model's weights are small already; leave it out")
@@ -48,4 +40,4 @@ def make_drafter(decoder: Decoder, weights: Weights, dtype: str | None) -> Draft
 
     params = weights.params | {"layers": [copied(layer) for layer in layers]}
     on_device = dataclasses.replace(decoder, weights_on_host=False)
-    return Drafter(on_device, weights._replace(params=params))
+    return on_device, weights._replace(params=params)

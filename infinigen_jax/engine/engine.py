@@ -163,7 +163,7 @@ class Engine:
         """
         if not prompts:
             raise ParameterError("prompts", "give at least one prompt")
-        prompts = [encode(self.model, prompt) for prompt in prompts]
+        encoded = [encode(self.model, prompt) for prompt in prompts]
         check_range("prefix", prefix, 0)
         check_range("max_new_tokens", max_new_tokens, 1)
         if batch is not None:
@@ -176,7 +176,7 @@ class Engine:
                 f"{len(prompts)} prompts are not shared equally by {self.mesh.shape['data']} "
                 "devices; give a multiple",
             )
-        longest = max(len(prompt) for prompt in prompts)
+        longest = max(map(len, encoded))
         limit = self.model.config.max_positions
         if longest + max_new_tokens > limit:
             raise ParameterError(
@@ -186,7 +186,7 @@ class Engine:
                 max_new_tokens,
             )
         short = self.model.config.longest_short or limit
-        grown = [len(prompt) for prompt in prompts if len(prompt) <= short]
+        grown = [len(prompt) for prompt in encoded if len(prompt) <= short]
         if grown and max(grown) + max_new_tokens - 1 > short:
             raise ParameterError(
                 "max_new_tokens",
@@ -198,11 +198,10 @@ class Engine:
         if log_probs is not None:
             check_range("log_probs", log_probs, 0, MOST_LOG_PROBS)
         settings = samplings(sampling, len(prompts))
-        sequences = [list(prompt) for prompt in prompts]
         fit = fit and batch is None and self.mesh.shape["data"] == 1
         options: Any = {"batch": batch, "prefix": prefix, "fit": fit, "log_probs": log_probs}
         options |= {"stops": checked_stops(stop), "continues": continues}
-        run = make_run(self.runtime, sequences, max_new_tokens, settings, **options)
+        run = make_run(self.runtime, encoded, max_new_tokens, settings, **options)
         run.start(notify)
         return run
 

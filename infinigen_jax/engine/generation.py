@@ -243,7 +243,7 @@ class Run(Batch):
         while True:
             drawn, place, log_probs = self.drawn, self._place, self._log_probs
             # Once compiled, the next step is dispatched before the tokens of this step are read.
-            ahead = self._compiled is not None and self._goes_on(1)
+            ahead = self._compiled is not None and bool((self._needed() > 1).any())
             before, owner = owner, list(self.owners.owner)
             if ahead:
                 self.advance()
@@ -255,16 +255,17 @@ class Run(Batch):
             yield values
             if self.idle.all() and not self.owners.waiting:
                 return
-            if not ahead and self._goes_on(0):
+            if not ahead and self._needed().any():
                 owner = list(self.owners.owner)
                 self.advance()  # not earlier: the first token does not wait for the compilation
                 self._compiled = compilations()
             self._admit()
 
-    def _goes_on(self, unread: int) -> bool:
-        """Return whether a sequence needs more tokens than those read and `unread` further ones."""
-        lengths = [len(self.new_tokens[i]) for i in self.owners.owner if i != IDLE]
-        return any(length + unread < self.max_new_tokens for length in lengths)
+    def _needed(self) -> np.ndarray:
+        """Return the tokens that each sequence may still get, [b] int32; 0 for idle ones."""
+        most, new = self.max_new_tokens, self.new_tokens
+        needed = [0 if i == IDLE else most - len(new[i]) for i in self.owners.owner]
+        return np.array(needed, np.int32)
 
     def _take(
         self, drawn: np.ndarray, eos: frozenset[int], log_probs: LogProbs | None

@@ -66,7 +66,8 @@ class Reading:
         self.tokens, self.done = np.asarray(tokens, np.int32), done
         self._runtime, self._chunk = runtime, chunk
         self.cache = cache
-        self._lengths = self._put(np.array([len(self.tokens)], np.int32))
+        lengths = np.array([len(self.tokens)], np.int32)
+        self._lengths = jax.device_put(lengths, Placement(runtime.mesh).batch)
         self._last: Float[Array, "1 e"] | None = None
 
     @property
@@ -109,9 +110,6 @@ class Reading:
         """Wait until the chunk in progress is computed."""
         if self._last is not None:
             self._last.block_until_ready()
-
-    def _put(self, array: np.ndarray) -> Array:
-        return jax.device_put(array, Placement(self._runtime.mesh).batch)
 
 
 class OpenBatch(Batch):

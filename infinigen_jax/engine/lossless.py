@@ -15,12 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from infinigen_jax.engine.batching import IDLE
 from infinigen_jax.engine.generation import Run
 from infinigen_jax.engine.rounds import Given, Judged, Rounds
 from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.engine.stats import Stats, stats_of
-from infinigen_jax.engine.verdict import Verdict
 from infinigen_jax.errors import InputError
 from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.sampling import LogProbs
@@ -87,31 +85,21 @@ class LosslessRun(Run):
         self.clock.step(0)
         yield first
         yield from self._admit_prompts(eos)
-        self._reset_room()
+        self._room = self._rounds.put(self._needed())
         while not self.idle.all():
             warm = self._compiled is not None
             given = Given(self.drawn, self._room, ends, self._sampler.draws, self.owners.owner)
             if not warm:
                 self._warm_up(given)
-            judged = self._rounds.run(given, self._needed(), timed=warm)
+            judged = self._rounds.run(given, int(self._needed().max()), timed=warm)
             if not warm:
                 self._compiled = compilations()
             counts = self._read(judged)
             yield from self._take_round(judged, counts, eos)
-            self._close(judged.verdict)
+            self.settle()
+            self.drawn, self._room = judged.verdict.last, judged.verdict.room
+            self._sampler.drew(judged.verdict.draws, counts)
             yield from self._admit_prompts(eos)
-
-    def _needed(self) -> int:
-        """Return the most tokens that a prompt still needs."""
-        owner = self.owners.owner
-        needed = [self.max_new_tokens - len(self.new_tokens[i]) for i in owner if i != IDLE]
-        return max(needed, default=1)
-
-    def _close(self, verdict: Verdict) -> None:
-        """Commit a round whose tokens were taken, and continue after them."""
-        self.settle()
-        self.drawn, self._room = verdict.last, verdict.room
-        self._sampler.drew(verdict.draws)
 
     def _read(self, judged: Judged) -> np.ndarray:
         """Record a round; returns the new tokens per sequence."""
@@ -123,7 +111,6 @@ class LosslessRun(Run):
         self._verifications += int(active.sum())
         self._new += int(counts.sum())
         self._cached += int(self.cached[active].sum())
-        self._sampler.count_drawn(counts)
         self.clock.step(int(counts.sum()))
         return counts
 
@@ -153,13 +140,7 @@ class LosslessRun(Run):
             self._admit()
             new = self.owners.owner != before
             yield self._take(np.where(new, np.asarray(self.drawn), -1), eos, self._log_probs)
-            self._reset_room()
-
-    def _reset_room(self) -> None:
-        """Count the tokens that each sequence may still get."""
-        length = [0 if i == IDLE else len(self.new_tokens[i]) for i in self.owners.owner]
-        room = np.where(self.idle, 0, self.max_new_tokens - np.array(length))
-        self._room = self._rounds.put(room.astype(np.int32))
+            self._room = self._rounds.put(self._needed())
 
     def _warm_up(self, given: Given) -> None:
         """Compile and time the verifications, unless an earlier turn did; they change nothing."""

@@ -74,8 +74,7 @@ class LosslessBatch(OpenBatch):
         counts = self._rounds.read(judged)
         self._rounds.commit(judged, verdict.count)
         self.newest, self.cached, self.room = verdict.last, cached + counts, self.room - counts
-        sampler.drew(verdict.draws)
-        sampler.count_drawn(counts)
+        sampler.drew(verdict.draws, counts)
         values = self._rounds.log_probs(judged, sampler) if log_probs else None
         return Round(np.asarray(verdict.drawn), counts, values, judged.drafted, cached)
 

@@ -12,7 +12,7 @@ from infinigen_jax.cache.row_format import row_format
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Weights
 from infinigen_jax.engine.draft_length import MOST, size_of
-from infinigen_jax.engine.drafter import Drafter, make_drafter
+from infinigen_jax.engine.drafter import make_drafter
 from infinigen_jax.engine.settings import EngineSettings
 from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.loading.load import DENSE_UNKNOWN, Model
@@ -46,7 +46,7 @@ class Runtime:
     settings: EngineSettings
     decoder: Decoder
     weights: Weights
-    drafter: Drafter
+    drafter: tuple[Decoder, Weights]
 
     @property
     def mesh(self) -> Mesh:

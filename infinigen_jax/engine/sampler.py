@@ -112,14 +112,11 @@ class Sampler:
             return None
         return Draws(self._settings, self._stream, self._count, self._history)
 
-    def drew(self, draws: Draws | None) -> None:
-        """Continue after tokens that were drawn elsewhere; `count_drawn` follows."""
+    def drew(self, draws: Draws | None, counts: np.ndarray) -> None:
+        """Continue after `counts` tokens of each sequence that were drawn elsewhere."""
+        self._steps += counts
         if draws is not None:
             self._count, self._history = draws.count, draws.history
-
-    def count_drawn(self, counts: np.ndarray) -> None:
-        """Record the numbers of tokens that were drawn elsewhere."""
-        self._steps += counts
 
     def log_probs(self, logits: Float[Array, "n v"], tokens: Int[Array, " n"]) -> LogProbs:
         """Return the log-probabilities of drawn tokens."""

@@ -21,16 +21,14 @@ from infinigen_jax.cache.host_array import Placement, write_block
 from infinigen_jax.cache.layers import DenseLayer
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.layer_rows import STREAM_BLOCK
-from infinigen_jax.engine.saved_file import SavedFile
+from infinigen_jax.engine.saved_file import Layout, SavedFile
 from infinigen_jax.ops.bit_storage import number_dtype
 from infinigen_jax.prefill.prefill import empty_cache
-
-Layout = dict[str, tuple[np.dtype, tuple[int, ...]]]
 
 
 def layout(decoder: Decoder, cache: Cache, length: int) -> Layout:
     """Return the dtype and shape of each array of `arrays`, in the same order."""
-    kinds: Layout = {}
+    kinds = {}
     if cache.host is not None:
         layers, _, k, _, w = cache.host.shape
         dtype = number_dtype(cache.host.dtype, decoder.dtype)

@@ -75,7 +75,8 @@ def compare(decoder: Decoder, watched: Watched) -> Seen:
     q = config.grouped(layer.query(a, positions))
     capacity = watched.host.shape[3]
     eligible = slots.eligible(positions, capacity)
-    rows = read_block(watched.host, watched.place.number, jnp.int32(0), capacity, decoder.mesh)
+    whole = watched.host, watched.place.number, jnp.int32(0), capacity
+    rows = read_block(*whole, decoder.mesh, q.shape[0])
     # Slots that were never written may hold NaN, and 0 * NaN is NaN.
     rows = decoder.row_format.decode(watched.place.scales, rows)
     rows = jnp.where(eligible[:, None, :, None], rows, 0)

@@ -9,9 +9,9 @@ from jaxtyping import Array, Float, Int, Shaped
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.cache.layers import DenseLayer, Local, Resident, Sliding
+from infinigen_jax.cache.pool import Kept, first_used, of_prompt
 from infinigen_jax.decode.compiler_options import chunk_options
 from infinigen_jax.decode.layer import Decoder
-from infinigen_jax.decode.pool_flush import start_kept, start_pool
 from infinigen_jax.models import Params
 from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill.attention_mass import attention_mass
@@ -26,7 +26,8 @@ class CacheSteps(NamedTuple):
     Attributes:
         empty: make an empty cache without host rows.
         keep: store a chunk's rows of a layer on the host.
-        pool, kept: initial state of a pool.
+        pool: positions of the prompt rows that a layer's pool keeps.
+        kept: initial `Kept` of a host layer, given these.
     """
 
     empty: Any
@@ -86,6 +87,15 @@ def cache_steps(decoder: Decoder) -> CacheSteps:
             tuple(None if s else decoder.empty_hot_set(batch, slots) for s in streams),
         )
 
+    def pool(lengths: Int[Array, " b"], *, slots: int) -> Int[Array, "b k t"]:
+        assert decoder.pool is not None
+        return of_prompt(decoder.pool, lengths, config.num_kv_heads, slots, policy.sinks)
+
+    def kept(positions: Int[Array, "b k t"]) -> Kept:
+        assert decoder.pool is not None
+        hot = decoder.empty_hot_set(positions.shape[0], positions.shape[2])
+        return Kept(first_used(decoder.pool, positions), hot)
+
     at: Any = Placement(decoder.mesh)
     return CacheSteps(
         empty=Program(
@@ -101,13 +111,8 @@ def cache_steps(decoder: Decoder) -> CacheSteps:
             static_argnames="streams",
             donate_argnums=(3, 4, 5, 6),
         ),
-        pool=Program(
-            functools.partial(start_pool, decoder),
-            decoder,
-            out_shardings=at.rows,
-            static_argnames="slots",
-        ),
-        kept=Program(functools.partial(start_kept, decoder), decoder, out_shardings=at.rows),
+        pool=Program(pool, decoder, out_shardings=at.rows, static_argnames="slots"),
+        kept=Program(kept, decoder, out_shardings=at.rows),
     )
 
 

@@ -174,7 +174,7 @@ def test_rows_and_blocks_that_are_read():
     slots = np.random.default_rng(1).integers(0, SHAPE[3], (2, 2, 9)).astype(np.int32)
     slots[0, 0, :2], slots[1, 1, -2:] = 0, SHAPE[3] - 1
     gather = jax.jit(functools.partial(gather_rows, mesh=MESH))
-    read = jax.jit(functools.partial(read_block, mesh=MESH), static_argnames="size")
+    read = jax.jit(functools.partial(read_block, mesh=MESH, batch=2), static_argnames="size")
     for layer, start, size in ((0, 0, 40), (1, 8, 8), (2, 39, 1)):
         rows = gather(cache, jnp.int32(layer), jnp.asarray(slots))
         block = read(cache, jnp.int32(layer), jnp.int32(start), size=size)
@@ -194,7 +194,7 @@ def test_the_programs_hold_no_copy_of_a_layer():
     }
     read = {
         gather_rows: (layer, jnp.zeros((2, 2, 9), jnp.int32)),
-        functools.partial(read_block, size=64): (layer, jnp.int32(3)),
+        functools.partial(read_block, size=64, batch=2): (layer, jnp.int32(3)),
     }
     for functions, donate in ((donated, (0,)), (read, ())):
         for function, arguments in functions.items():

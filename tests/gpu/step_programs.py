@@ -21,7 +21,6 @@ from infinigen_jax import cuda
 from infinigen_jax.cache.cache import Cache, HostLayer
 from infinigen_jax.cache.host_array import Placement, default_mesh
 from infinigen_jax.decode.layer import Decoder
-from infinigen_jax.decode.pool_flush import start_kept
 from infinigen_jax.decode.state import (
     Carry,
     Counts,
@@ -286,7 +285,7 @@ def flush_pool() -> Program:
     policy = dataclasses.replace(POLICY, tail_tokens=0)
     limited = dataclasses.replace(decoder(), policy=policy, pool=Pool(tokens=CAPACITY))
     positions = _shaped((BATCH, CONFIG.num_kv_heads, CAPACITY), jnp.int32, at.rows)
-    kept = _placed(jax.eval_shape(lambda x: start_kept(limited, x), positions), at.rows)
+    kept = _placed(cache_steps(limited).kept.shapes(positions), at.rows)
     left = _shaped((BATCH, CONFIG.num_kv_heads, 1, CONFIG.head_dim), jnp.float32, at.rows)
     local = (*cache.local[:DENSE], *[x._replace(left=left) for x in cache.local[DENSE:]])
     pooled = cache._replace(hot=(kept,) * on_host, pool=(positions,) * on_host, local=local)
