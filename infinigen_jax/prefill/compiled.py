@@ -93,8 +93,8 @@ def cache_steps(decoder: Decoder) -> CacheSteps:
 
     def kept(positions: Int[Array, "b k t"]) -> Kept:
         assert decoder.pool is not None
-        hot = decoder.empty_hot_set(positions.shape[0], positions.shape[2])
-        return Kept(first_used(decoder.pool, positions), hot)
+        used = first_used(decoder.pool, positions)
+        return Kept(used, decoder.empty_hot_set(positions.shape[0], positions.shape[2]))
 
     at: Any = Placement(decoder.mesh)
     return CacheSteps(

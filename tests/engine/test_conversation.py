@@ -248,6 +248,16 @@ def test_memory_is_checked_before_anything_is_allocated(saved, monkeypatch):
     assert len(say(conversation, TURNS[1], 2)) == 2
 
 
+def test_a_resumed_conversation_has_memory_for_its_drafts(saved, monkeypatch):
+    made, plans = engine("one", lossless=True), []
+    conversation = made.conversation(context=CONTEXT)
+    say(conversation, TURNS[0], 1)
+    assert conversation.run is not None
+    monkeypatch.setattr(conversation_module, "check_memory", lambda plan, *_: plans.append(plan))
+    made.resume(saved)
+    assert plans[-1] == conversation.run.phases[-1]
+
+
 def test_what_cannot_be_begun_saved_or_resumed(tmp_path, saved):
     made = engine("one")
     for context in (1, 257):
