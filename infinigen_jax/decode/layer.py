@@ -73,9 +73,7 @@ class Decoder(Layout):
             key, value = layer.key_value(a, positions)
             q = self.tie(started, q)
             rows = rows.write(key, value)
-            if inputs.target is not None and self.policy.source == "resident":
-                started = self.request_by_resident(inputs, carry.x, q, rows, hot)
-                q = self.tie(started, q)
+            started, q = self.request_by_resident(inputs, started, carry.x, q, rows, hot)
             o, rows, counts = rows.attend(q, carry)
             x = carry.x + self.output(layer, o)
         with jax.named_scope("mlp"):
@@ -109,19 +107,26 @@ class Decoder(Layout):
     def request_by_resident(
         self,
         inputs: LayerInputs,
+        started: Started | None,
         x: Float[Array, "b e"],
         q: Float[Array, "b k g d"],
         rows: DeviceRows | HostRows,
         hot: Hot,
-    ) -> Started:
-        """Request the target's rows after attention to the resident rows, which waits for none."""
-        assert inputs.target is not None
+    ) -> tuple[Started | None, Float[Array, "b k g d"]]:
+        """Request the target's rows after attention to the resident rows, if the policy says so.
+
+        Returns:
+            The transfer under way, if any, and the query, tied to a new request.
+        """
+        if inputs.target is None or self.policy.source != "resident":
+            return started, q
         with jax.named_scope("resident"):
             o = attend(q, rows.near(), cap=self.config.attention_softcap)
             x = x + self.output(self.blueprint.layer(inputs.params), o)
         # Normalise with the parameters of the layer whose input `x` approximates.
         a = self.blueprint.layer(inputs.target.params).attention_input(x)
-        return self.start(inputs, inputs.target, a, hot)
+        started = self.start(inputs, inputs.target, a, hot)
+        return started, self.tie(started, q)
 
     def start(
         self,
