@@ -42,7 +42,7 @@ from infinigen_jax.decode.state import (
     Weights,
 )
 from infinigen_jax.models import Params
-from infinigen_jax.models.base import Layer
+from infinigen_jax.models.llama import Layer
 from infinigen_jax.ops.span import Span
 from infinigen_jax.policies.base import Lookup
 from infinigen_jax.selection.select import Request

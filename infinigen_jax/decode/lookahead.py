@@ -20,7 +20,7 @@ from infinigen_jax.cache.hot_set import HotSet
 from infinigen_jax.cache.pool import Kept
 from infinigen_jax.decode.layer_rows import DeviceRows, HostRows
 from infinigen_jax.decode.state import Carry, LayerInputs, Started, Target
-from infinigen_jax.models.base import Layer
+from infinigen_jax.models.llama import Layer
 from infinigen_jax.ops.attention import attend
 
 if TYPE_CHECKING:

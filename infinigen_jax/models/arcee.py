@@ -17,16 +17,11 @@ __all__ = ["Embedding", "Layer", "config_from_hf"]
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Translate a `config.json` of model_type "arcee"; refuse unsupported settings."""
     hf = {"hidden_act": "relu2", "rms_norm_eps": 1e-5, **hf}
-    return llama.relative_from_hf(
-        hf,
-        "arcee",
-        attention_bias=bool(hf.get("attention_bias", False)),
-        mlp_bias=bool(hf.get("mlp_bias", False)),
-    )
+    return llama.relative_from_hf(hf, "arcee")
 
 
 class Layer(llama.Layer):
-    """See `models.base.Layer`."""
+    """See `llama.Layer`."""
 
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         super().__init__(config, dtype, rngs)

@@ -1,8 +1,9 @@
 """Interface of the model families: their configuration and their modules.
 
-A family is one file with two Flax NNX modules, `Layer` and `Embedding`. They are *definitions*: at
-run time their parameters are plain nested dicts (see `Blueprint`), because dispatching a jitted
-function takes 20 us with a dict and about 900 us with `nnx.jit` on a module.
+A family is one file with two Flax NNX modules, `Layer` and `Embedding`, derived from those of
+`models.llama`. They are *definitions*: at run time their parameters are plain nested dicts (see
+`Blueprint`), because dispatching a jitted function takes 20 us with a dict and about 900 us with
+`nnx.jit` on a module.
 
 Letters in shapes, here and in every einsum of the package: b batch, s sequence, h query heads,
 k KV heads, g query heads per KV head, d head size, r partial columns, n selected rows, t capacity,
@@ -13,17 +14,20 @@ import dataclasses
 import functools
 import importlib
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from infinigen_jax.models.linear import Matrix
 from infinigen_jax.models.packed import part_of, split
 from infinigen_jax.models.rope import Rope, rotation
 from infinigen_jax.models.small_weights import dtype_of, small_dtype
+
+if TYPE_CHECKING:
+    from infinigen_jax.models.llama import Embedding, Layer
 
 Params = dict[str, Any]
 
@@ -115,70 +119,6 @@ class ModelConfig:
         return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
 
 
-@runtime_checkable
-class Layer(Protocol):
-    """One decoder layer, split where the KV cache is read and where speculation starts.
-
-    x = x + attention_output(attention(query(a), key_value(a)))    a = attention_input(x)
-    x = x + mlp(x)
-
-    `lengths` are the tokens of each sequence in this call of the model, by default up to and
-    including `positions`. Some rotary embeddings depend on them (`rope.rotate`).
-    """
-
-    def attention_input(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
-        """Return the hidden state after the pre-attention norm."""
-        ...
-
-    def query(
-        self,
-        a: Float[Array, "*b e"],
-        positions: Int[Array, "*b"],
-        lengths: Int[Array, "*b"] | None = None,
-    ) -> Float[Array, "*b h d"]:
-        """Return queries as they enter the dot product: `finish_query` of the projection."""
-        ...
-
-    def finish_query(
-        self,
-        projected: Float[Array, "*b w"],
-        positions: Int[Array, "*b"],
-        lengths: Int[Array, "*b"] | None = None,
-    ) -> Float[Array, "*b h d"]:
-        """Apply norm, rotation and scale to projected queries, w = h*d, bias included."""
-        ...
-
-    def key_value(
-        self,
-        a: Float[Array, "*b e"],
-        positions: Int[Array, "*b"],
-        lengths: Int[Array, "*b"] | None = None,
-    ) -> tuple[Float[Array, "*b k d"], Float[Array, "*b k d"]]:
-        """Return keys, after norm and rotation, and values."""
-        ...
-
-    def attention_output(self, o: Float[Array, "*b h d"]) -> Float[Array, "*b e"]:
-        """Apply the output projection."""
-        ...
-
-    def mlp(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
-        """Return the MLP's addition to the residual stream; its norm is included."""
-        ...
-
-
-@runtime_checkable
-class Embedding(Protocol):
-    """Embedding of tokens to hidden states, and of hidden states to logits."""
-
-    def embed(
-        self, tokens: Int[Array, "*b"], positions: Int[Array, "*b"]
-    ) -> Float[Array, "*b e"]: ...
-
-    def logits(self, x: Float[Array, "*b e"]) -> Float[Array, "*b v"]:
-        """Apply the final norm and the output projection; return float32 logits."""
-        ...
-
-
 def family(name: str) -> ModuleType:
     """Return the module of a family: its Layer, its Embedding and its `config_from_hf`."""
     return importlib.import_module(f"infinigen_jax.models.{name}")
@@ -198,7 +138,7 @@ class Blueprint(NamedTuple):
     embedding_graph: Any
     embedding_shapes: Params
 
-    def layer(self, params: Params) -> Layer:
+    def layer(self, params: Params) -> "Layer":
         """Return the module of a layer.
 
         Args:
@@ -224,7 +164,7 @@ class Blueprint(NamedTuple):
         rope = self.config.layer_ropes[number]
         return params | {"rotation": rotation(rope, self.config.head_dim)}
 
-    def embedding(self, params: Params) -> Embedding:
+    def embedding(self, params: Params) -> "Embedding":
         """Return the module of the embedding."""
         return nnx.merge(self.fitted(params).embedding_graph, params)
 

@@ -26,7 +26,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     if hf.get("layer_types") is None:
         period = positive(hf, "sliding_window_pattern")
     types = kinds(hf, period)
-    rope = rope_from_hf(hf, positive(hf, "max_position_embeddings"))
+    rope = rope_from_hf(hf)
     refuse_unless(not rope.varies, f"rope type {rope.kind!r} in an exaone4 model with windows")
     return relative_from_hf(
         hf,
@@ -38,4 +38,4 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 class Layer(olmo2.PostNormLayer, qwen3.Layer):
-    """See `models.base.Layer`."""
+    """See `llama.Layer`."""

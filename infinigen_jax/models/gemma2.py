@@ -50,7 +50,6 @@ def gemma_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> ModelC
     return llama.relative_from_hf(
         hf | {"hidden_act": activation},
         family,
-        attention_bias=bool(hf.get("attention_bias", False)),
         query_scale=positive_number(hf["query_pre_attn_scalar"], "query_pre_attn_scalar") ** -0.5,
         logit_softcap=_softcap(hf, "final_logit_softcapping"),
         **sliding_windows(hf, hf["sliding_window"]),
@@ -64,7 +63,7 @@ def _softcap(hf: Mapping[str, Any], name: str) -> float | None:
 
 
 class Layer(llama.Layer):
-    """See `models.base.Layer`. The outputs of attention and MLP are normalised as well.
+    """See `llama.Layer`. The outputs of attention and MLP are normalised as well.
 
     Scales of norms are stored minus 1. In two bytes, 1 + scale would lose most of its digits.
     """
@@ -85,7 +84,7 @@ class Layer(llama.Layer):
 
 
 class Embedding(llama.Embedding):
-    """See `models.base.Embedding`. Hidden states are scaled by the root of their size."""
+    """See `llama.Embedding`. Hidden states are scaled by the root of their size."""
 
     norm_dtype: ClassVar[Any] = jnp.float32
 

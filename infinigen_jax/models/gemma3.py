@@ -52,15 +52,15 @@ def _rope(hf: Mapping[str, Any], kind: str) -> Rope:
     parameters = hf.get("rope_parameters") or {}
     refuse_unless(not parameters or FULL in parameters, "one rope for all layers of a gemma3 model")
     settings = parameters.get(kind)
-    positions = positive(hf, "max_position_embeddings")
+    shared = {name: hf.get(name) for name in ("rope_scaling", "max_position_embeddings")}
     if kind == SLIDING:
-        hf = {"rope_theta": hf.get("rope_local_base_freq", 1e4)}
+        shared |= {"rope_theta": hf.get("rope_local_base_freq", 1e4), "rope_scaling": None}
     else:
-        hf = {"rope_theta": hf.get("rope_theta", 1e6), "rope_scaling": hf.get("rope_scaling")}
-    rope = rope_from_hf(hf | {"rope_parameters": settings}, positions)
+        shared |= {"rope_theta": hf.get("rope_theta", 1e6)}
+    rope = rope_from_hf(shared | {"rope_parameters": settings})
     refuse_unless(not rope.varies, f"rope type {rope.kind!r} in a gemma3 model")
     return rope
 
 
 class Layer(gemma2.Layer, qwen3.Layer):
-    """See `models.base.Layer`: the norms of Gemma 2, and those of queries and keys of Qwen 3."""
+    """See `llama.Layer`: the norms of Gemma 2, and those of queries and keys of Qwen 3."""

@@ -16,6 +16,6 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 class Layer(gemma2.Layer, qwen2.Layer):
-    """See `models.base.Layer`: the norms of Gemma 2, in the dtype of the weights."""
+    """See `llama.Layer`: the norms of Gemma 2, in the dtype of the weights."""
 
     norm_dtype: ClassVar[Any] = None

@@ -25,14 +25,12 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     return llama.relative_from_hf(
         hf,
         "granite",
-        attention_bias=bool(hf.get("attention_bias", False)),
-        mlp_bias=bool(hf.get("mlp_bias", False)),
         **{ours: positive_number(hf.get(name, 1.0), name) for name, ours in FACTORS.items()},
     )
 
 
 class Layer(llama.Layer):
-    """See `models.base.Layer`. What attention and MLP add to the residual stream is scaled."""
+    """See `llama.Layer`. What attention and MLP add to the residual stream is scaled."""
 
     def attention_output(self, o: Float[Array, "*b h d"]) -> Float[Array, "*b e"]:
         y = super().attention_output(o)
@@ -44,7 +42,7 @@ class Layer(llama.Layer):
 
 
 class Embedding(llama.Embedding):
-    """See `models.base.Embedding`."""
+    """See `llama.Embedding`."""
 
     def embed(self, tokens: Int[Array, "*b"], positions: Int[Array, "*b"]) -> Float[Array, "*b e"]:
         x = super().embed(tokens, positions)

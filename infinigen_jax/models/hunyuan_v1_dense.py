@@ -17,7 +17,7 @@ __all__ = ["Embedding", "Layer", "config_from_hf"]
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Translate a `config.json` of model_type "hunyuan_v1_dense"; refuse unsupported settings."""
     hf = {"rms_norm_eps": 1e-5, **hf}
-    rope = rope_from_hf(hf, positive(hf, "max_position_embeddings"))
+    rope = rope_from_hf(hf)
     scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     if rope.kind == "dynamic" and scaling.get("alpha"):
         # A constant that stretches the base, despite the type's name.
@@ -27,7 +27,4 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         theta = rope.theta * alpha ** (dim / max(1, dim - 2))
         refuse_unless(1 < theta < math.inf, f"rope alpha {alpha:g}")
         rope = dataclasses.replace(rope, kind="default", theta=theta, factor=1.0)
-    bias = bool(hf.get("attention_bias", False))
-    return relative_from_hf(
-        hf, "hunyuan_v1_dense", attention_bias=bias, rope=rope, norm_after_rotation=True
-    )
+    return relative_from_hf(hf, "hunyuan_v1_dense", rope=rope, norm_after_rotation=True)

@@ -32,12 +32,7 @@ ACTIVATIONS = {
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Translate a `config.json` of model_type "llama"; refuse unsupported settings by name."""
     refuse_sliding_windows(hf)
-    return relative_from_hf(
-        hf,
-        "llama",
-        attention_bias=bool(hf.get("attention_bias", False)),
-        mlp_bias=bool(hf.get("mlp_bias", False)),
-    )
+    return relative_from_hf(hf, "llama")
 
 
 def relative_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> ModelConfig:
@@ -49,12 +44,12 @@ def relative_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> Mod
     common = common_settings(hf, layers="num_hidden_layers", mlp="intermediate_size")
     activation = hf.get("hidden_act", "silu")
     refuse_unless(activation in ACTIVATIONS, f"hidden_act {activation!r}")
-    rope = settings.get("rope") or rope_from_hf(hf, common["max_positions"])
+    rope = settings.get("rope") or rope_from_hf(hf)
     refuse_unless(rope.fits(common["head_dim"]), f"rope type {rope.kind!r} for heads of its size")
     common["max_positions"] = most = stretched_positions(rope, common["max_positions"])
     refuse_unless(most <= LARGEST, f"a context of {most} tokens")
-    defaults = {"attention_bias": False, "mlp_bias": False, "rope": rope}
-    settings = defaults | common | settings
+    biases = {name: bool(hf.get(name, False)) for name in ("attention_bias", "mlp_bias")}
+    settings = biases | {"rope": rope} | common | settings
     if settings.get("sliding_window", 0) >= settings["max_positions"]:
         # Treat it as no window: such layers are cached on the host like any other.
         settings |= {"sliding_window": None, "sliding_layers": ()}
@@ -68,7 +63,13 @@ def relative_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> Mod
 
 
 class Layer(nnx.Module):
-    """See `models.base.Layer`.
+    """One decoder layer, split where the KV cache is read and where speculation starts.
+
+    x = x + attention_output(attention(query(a), key_value(a)))    a = attention_input(x)
+    x = x + mlp(x)
+
+    `lengths` are the tokens of each sequence in this call of the model, by default up to and
+    including `positions`. Some rotary embeddings depend on them (`rope.rotate`).
 
     Attributes:
         norm_dtype: dtype of the scales of norms; None for that of the weights.
@@ -91,6 +92,7 @@ class Layer(nnx.Module):
         self.config = config
 
     def attention_input(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
+        """Return the hidden state after the pre-attention norm."""
         return self.attention_norm(x)
 
     def query(
@@ -99,6 +101,7 @@ class Layer(nnx.Module):
         positions: Int[Array, "*b"],
         lengths: Int[Array, "*b"] | None = None,
     ) -> Float[Array, "*b h d"]:
+        """Return queries as they enter the dot product: `finish_query` of the projection."""
         return self.finish_query(self.q(a), positions, lengths)
 
     def finish_query(
@@ -107,6 +110,7 @@ class Layer(nnx.Module):
         positions: Int[Array, "*b"],
         lengths: Int[Array, "*b"] | None = None,
     ) -> Float[Array, "*b h d"]:
+        """Apply norm, rotation and scale to projected queries, w = h*d, bias included."""
         c = self.config
         q = projected.reshape(*projected.shape[:-1], c.num_heads, c.head_dim)
         q = self.placed(q, self.normed_query, positions, lengths)
@@ -118,6 +122,7 @@ class Layer(nnx.Module):
         positions: Int[Array, "*b"],
         lengths: Int[Array, "*b"] | None = None,
     ) -> tuple[Float[Array, "*b k d"], Float[Array, "*b k d"]]:
+        """Return keys, after norm and rotation, and values."""
         c = self.config
         kv = self.kv(a).reshape(*a.shape[:-1], 2 * c.num_kv_heads, c.head_dim)
         key, value = jnp.split(kv, 2, axis=-2)
@@ -156,9 +161,11 @@ class Layer(nnx.Module):
         return key
 
     def attention_output(self, o: Float[Array, "*b h d"]) -> Float[Array, "*b e"]:
+        """Apply the output projection."""
         return self.o(o.reshape(*o.shape[:-2], -1))
 
     def mlp(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
+        """Return the MLP's addition to the residual stream; its norm is included."""
         return self.feed_forward(self.mlp_norm(x))
 
     def feed_forward(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
@@ -168,7 +175,7 @@ class Layer(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """See `models.base.Embedding`, and `Layer` for `norm_dtype`."""
+    """Embedding of tokens to hidden states, and of these to logits; `norm_dtype` as in `Layer`."""
 
     norm_dtype: ClassVar[Any] = None
 
@@ -184,6 +191,7 @@ class Embedding(nnx.Module):
         return self.tokens(tokens)
 
     def logits(self, x: Float[Array, "*b e"]) -> Float[Array, "*b v"]:
+        """Apply the final norm and the output projection; return float32 logits."""
         x = self.norm(x)
         y = self.tokens.attend(x) if self.config.tie_embeddings else self.head(x)
         return y.astype(jnp.float32)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from infinigen_jax.models import llama
 from infinigen_jax.models.base import ModelConfig
-from infinigen_jax.models.hf import positive, refuse_unless, sliding_windows
+from infinigen_jax.models.hf import refuse_unless, sliding_windows
 from infinigen_jax.models.llama import Embedding
 from infinigen_jax.models.rope_hf import positive_number, rope_from_hf
 
@@ -31,7 +31,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     scaling = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
     hf = hf | {"layer_types": None} | ({} if scaling else {"rope_parameters": ROPE})
     beta = (scaling or ROPE).get("llama_4_scaling_beta")
-    rope = rope_from_hf(hf, positive(hf, "max_position_embeddings"))
+    rope = rope_from_hf(hf)
     known = rope.kind in ("llama3", "yarn")  # which have an original context
     refuse_unless(known or not beta, f"llama_4_scaling_beta with rope type {rope.kind!r}")
     return llama.relative_from_hf(
@@ -44,7 +44,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 class Layer(llama.Layer):
-    """See `models.base.Layer`."""
+    """See `llama.Layer`."""
 
     def finish_query(
         self,

@@ -19,11 +19,11 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Translate a `config.json` of model_type "olmo2"; refuse unsupported settings."""
     refuse_sliding_windows(hf)  # OLMo 3
     hf = {"rms_norm_eps": 1e-5, **hf}
-    return llama.relative_from_hf(hf, "olmo2", attention_bias=bool(hf.get("attention_bias", False)))
+    return llama.relative_from_hf(hf, "olmo2")
 
 
 class PostNormLayer(llama.Layer):
-    """See `models.base.Layer`. The outputs of attention and MLP are normalised, not the inputs."""
+    """See `llama.Layer`. The outputs of attention and MLP are normalised, not the inputs."""
 
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         super().__init__(config, dtype, rngs)
@@ -42,7 +42,7 @@ class PostNormLayer(llama.Layer):
 
 
 class Layer(PostNormLayer):
-    """See `models.base.Layer`. Queries, and keys, of all heads are normalised together."""
+    """See `llama.Layer`. Queries, and keys, of all heads are normalised together."""
 
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         super().__init__(config, dtype, rngs)

@@ -5,7 +5,7 @@ from typing import Any
 
 from infinigen_jax.models.base import ModelConfig
 from infinigen_jax.models.gemma2 import kinds
-from infinigen_jax.models.hf import FULL, SLIDING, positive, refuse_unless, sliding_windows
+from infinigen_jax.models.hf import FULL, SLIDING, refuse_unless, sliding_windows
 from infinigen_jax.models.llama import relative_from_hf
 from infinigen_jax.models.olmo2 import Embedding, Layer
 from infinigen_jax.models.rope import Rope
@@ -22,7 +22,6 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     return relative_from_hf(
         hf,
         "olmo3",
-        attention_bias=bool(hf.get("attention_bias", False)),
         rope=ropes[FULL],
         layer_ropes=tuple(ropes.get(kind) for kind in types),
         **sliding_windows(hf | {"layer_types": types}, hf["sliding_window"]),
@@ -38,7 +37,8 @@ def _rope(hf: Mapping[str, Any], kind: str) -> Rope:
         "rope_theta": hf["rope_theta"],
         "rope_scaling": hf.get("rope_scaling") if kind == FULL else None,
         "rope_parameters": given.get(kind),
+        "max_position_embeddings": hf.get("max_position_embeddings"),
     }
-    rope = rope_from_hf(settings, positive(hf, "max_position_embeddings"))
+    rope = rope_from_hf(settings)
     refuse_unless(not rope.varies, f"rope type {rope.kind!r} in an olmo3 model")
     return rope

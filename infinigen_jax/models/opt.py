@@ -45,7 +45,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 class Layer(arcee.Layer):
-    """See `models.base.Layer`."""
+    """See `llama.Layer`."""
 
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         super().__init__(config, dtype, rngs)
@@ -62,7 +62,7 @@ class Layer(arcee.Layer):
 
 
 class Embedding(llama.Embedding):
-    """See `models.base.Embedding`."""
+    """See `llama.Embedding`."""
 
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         super().__init__(config, dtype, rngs)

@@ -26,7 +26,7 @@ def qwen_windows(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Layer(llama.Layer):
-    """See `models.base.Layer`. The output projection has no bias."""
+    """See `llama.Layer`. The output projection has no bias."""
 
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         super().__init__(config, dtype, rngs)

@@ -17,13 +17,12 @@ __all__ = ["Embedding", "Layer", "config_from_hf"]
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Translate a `config.json` of model_type "qwen3"; refuse unsupported settings."""
-    bias = bool(hf.get("attention_bias", False))
     hf = {"head_dim": 128, **hf}
-    return llama.relative_from_hf(hf, "qwen3", attention_bias=bias, **qwen_windows(hf))
+    return llama.relative_from_hf(hf, "qwen3", **qwen_windows(hf))
 
 
 class Layer(llama.Layer):
-    """See `models.base.Layer`. The norms apply to each head, with one scale for all heads."""
+    """See `llama.Layer`. The norms apply to each head, with one scale for all heads."""
 
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         super().__init__(config, dtype, rngs)

@@ -9,15 +9,19 @@ from infinigen_jax.models.hf import positive, refuse_unless
 from infinigen_jax.models.rope import KINDS, Rope
 
 
-def rope_from_hf(hf: Mapping[str, Any], positions: int, partial: bool = False) -> Rope:
+def rope_from_hf(
+    hf: Mapping[str, Any], *, partial: bool = False, interleaved: bool = False
+) -> Rope:
     """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
 
     Args:
         partial: whether the family may rotate only a part of each head.
+        interleaved: see `Rope`.
 
     Raises:
         UnsupportedModelError: names the kind or setting that is not implemented.
     """
+    positions = positive(hf, "max_position_embeddings")
     former, settings = (dict(hf.get(n) or {}) for n in ("rope_scaling", "rope_parameters"))
     same = not (former and settings) or _kind(former) == _kind(settings)
     same = same and all(former[name] == settings[name] for name in former.keys() & settings.keys())
@@ -36,12 +40,8 @@ def rope_from_hf(hf: Mapping[str, Any], positions: int, partial: bool = False) -
     theta = settings.get("rope_theta") or hf.get("rope_theta") or 10000.0
     theta = positive_number(theta, "rope_theta")
     refuse_unless(theta > 1, f"rope_theta {theta:g}")
-    original = int(
-        hf.get("original_max_position_embeddings")
-        or settings.get("original_max_position_embeddings")
-        or positions
-    )
     name = "original_max_position_embeddings"
+    original = int(hf.get(name) or settings.get(name) or positions)
     positive({name: original}, name)
     read = {
         "linear": _stretched,
@@ -56,7 +56,7 @@ def rope_from_hf(hf: Mapping[str, Any], positions: int, partial: bool = False) -
         raise UnsupportedModelError(
             f"config.json: rope type {kind!r} without its setting {missing}"
         ) from None
-    return Rope(theta=theta, kind=kind, share=share, **scaling)
+    return Rope(theta=theta, kind=kind, share=share, interleaved=interleaved, **scaling)
 
 
 def _kind(settings: Mapping[str, Any]) -> str:
