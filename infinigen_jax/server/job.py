@@ -66,6 +66,7 @@ class Job:
     send: Callable[[Piece | Exception], None]
     cancelled: bool = False
     cached_tokens: int = 0
+    read_tokens: int = 0  # of the prompt, cached ones included
     new_tokens: int = 0
     finished: int = 0
     moved: float = 0.0  # sum over steps of fetched rows over cached rows

@@ -180,9 +180,11 @@ class Scheduler:
             return
         if intake.reading is None:
             intake.reading, intake.node = self._begin(intake.job)
+            intake.job.read_tokens = intake.reading.done
             if intake.job.cached_tokens:
                 return  # to copy their rows takes as long as a chunk
         intake.reading.advance()
+        intake.job.read_tokens = intake.reading.done
         if self.engine.runtime.settings.lossless:
             intake.reading.wait()  # or it would slow the next round, which is timed
         if intake.node is not None:

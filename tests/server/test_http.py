@@ -237,6 +237,18 @@ def test_a_long_prompt_stalls_no_stream(served: Served):
     assert times[before:].index("long") >= chunks - 1
 
 
+def test_prompt_tokens_are_those_read(served: Served):
+    """Of a request that is dropped before its turn, none."""
+    served.wait(lambda: not served.metric("infinigen_running_answers"))
+    dropped, ended = job(1, print, tokens=100), []
+    dropped.cancelled = True
+    before = served.metric("infinigen_prompt_tokens_total")
+    served.scheduler.submit([dropped, job(1, ended.append, tokens=9)])
+    served.wait(lambda: ended)
+    served.wait(lambda: not served.metric("infinigen_running_answers"))
+    assert served.metric("infinigen_prompt_tokens_total") == before + 9
+
+
 def test_a_request_is_one_line_of_json(served: Served, capsys):
     """Also after it has been told to log twice, as two servers of a process would."""
     logger = logging.getLogger("infinigen_jax.requests")
