@@ -151,11 +151,7 @@ def make_service(arguments: argparse.Namespace) -> "Service":
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket.
-
-    Raises:
-        InputError: if the address cannot be used.
-    """
+    """Return a listening socket."""
     try:
         return socket.create_server((host, port), backlog=1024)
     except OSError as error:

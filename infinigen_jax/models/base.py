@@ -201,14 +201,14 @@ def blueprint(config: ModelConfig, dtype: Any, weight_dtype: str | None = None) 
     return Blueprint(config, dtype, *split(module.Layer), *split(module.Embedding))
 
 
-def random_params(config: ModelConfig, dtype: Any, seed: int = 0) -> Params:
+def random_params(config: ModelConfig, dtype: Any) -> Params:
     """Return random parameters for tests and benchmarks: normal, deviation 1/sqrt(fan in).
 
     Returns:
         `{"embedding": {...}, "layers": [{...}, ...]}` with the shapes of `blueprint`.
     """
     architecture = blueprint(config, dtype)
-    key = jax.random.key(seed)
+    key = jax.random.key(0)
 
     def fill(path: Any, leaf: jax.ShapeDtypeStruct, key: jax.Array) -> Array:
         name = path[-1].key

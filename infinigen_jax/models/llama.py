@@ -41,7 +41,7 @@ def relative_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> Mod
     Args:
         settings: settings of ModelConfig that the family reads in its own way.
     """
-    common = common_settings(hf, layers="num_hidden_layers", mlp="intermediate_size")
+    common = common_settings(hf, mlp="intermediate_size")
     activation = hf.get("hidden_act", "silu")
     refuse_unless(activation in ACTIVATIONS, f"hidden_act {activation!r}")
     rope = settings.get("rope") or rope_from_hf(hf)

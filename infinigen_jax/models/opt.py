@@ -21,7 +21,7 @@ POSITION_OFFSET = 2  # rows 0 and 1 of OPT's position table are not positions
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Translate a `config.json` of model_type "opt"; refuse unsupported settings by name."""
-    settings = common_settings(hf, layers="num_hidden_layers", mlp="ffn_dim")
+    settings = common_settings(hf, mlp="ffn_dim")
     refuse_sliding_windows(hf)
     refuse_unless(hf.get("do_layer_norm_before", True), "do_layer_norm_before=false (opt-350m)")
     projected = hf.get("word_embed_proj_dim") or settings["hidden_size"]

@@ -1,11 +1,11 @@
 """Reader of the rotary embedding in Hugging Face's `config.json`."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from infinigen_jax.errors import UnsupportedModelError
-from infinigen_jax.models.hf import positive, refuse_unless
+from infinigen_jax.models.hf import FULL, SLIDING, positive, refuse_unless
 from infinigen_jax.models.rope import KINDS, Rope
 
 
@@ -17,9 +17,6 @@ def rope_from_hf(
     Args:
         partial: whether the family may rotate only a part of each head.
         interleaved: see `Rope`.
-
-    Raises:
-        UnsupportedModelError: names the kind or setting that is not implemented.
     """
     positions = positive(hf, "max_position_embeddings")
     former, settings = (dict(hf.get(n) or {}) for n in ("rope_scaling", "rope_parameters"))
@@ -57,6 +54,33 @@ def rope_from_hf(
             f"config.json: rope type {kind!r} without its setting {missing}"
         ) from None
     return Rope(theta=theta, kind=kind, share=share, interleaved=interleaved, **scaling)
+
+
+def ropes_by_kind(
+    hf: Mapping[str, Any],
+    kinds: Sequence[str],
+    given: Mapping[str, Any],
+    window_theta: float,
+    model: str,
+) -> dict[str, Any]:
+    """Return `rope` and `layer_ropes` of ModelConfig, if layers with a window have another rope.
+
+    Args:
+        kinds: kind of each layer.
+        given: `rope_parameters` of each kind.
+        window_theta: base in layers with a window; their frequencies are not scaled.
+        model: name of such a model, for an error.
+    """
+    former = {
+        SLIDING: {"rope_theta": window_theta},
+        FULL: {"rope_theta": hf.get("rope_theta"), "rope_scaling": hf.get("rope_scaling")},
+    }
+    ropes = {}
+    for kind, settings in former.items():
+        settings |= {"max_position_embeddings": hf.get("max_position_embeddings")}
+        ropes[kind] = rope = rope_from_hf(settings | {"rope_parameters": given.get(kind)})
+        refuse_unless(not rope.varies, f"rope type {rope.kind!r} in {model}")
+    return {"rope": ropes[FULL], "layer_ropes": tuple(map(ropes.get, kinds))}
 
 
 def _kind(settings: Mapping[str, Any]) -> str:
