@@ -238,7 +238,7 @@ def test_a_long_prompt_stalls_no_stream(served: Served):
 
 
 def test_prompt_tokens_are_those_read(served: Served):
-    """Of a request that is dropped before its turn, none."""
+    """A request that is dropped before its turn adds none."""
     served.wait(lambda: not served.metric("infinigen_running_answers"))
     dropped, ended = job(1, print, tokens=100), []
     dropped.cancelled = True
