@@ -76,12 +76,6 @@ class Layer(llama.Layer):
         self.attention_post_norm = RMSNorm(config.hidden_size, config.norm_eps, norm_dtype)
         self.mlp_post_norm = RMSNorm(config.hidden_size, config.norm_eps, norm_dtype)
 
-    def attention_output(self, o: Float[Array, "*b h d"]) -> Float[Array, "*b e"]:
-        return self.attention_post_norm(super().attention_output(o))
-
-    def mlp(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
-        return self.mlp_post_norm(super().mlp(x))
-
 
 class Embedding(llama.Embedding):
     """See `llama.Embedding`. Hidden states are scaled by the root of their size."""

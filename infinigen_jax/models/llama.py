@@ -62,6 +62,9 @@ def relative_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> Mod
     )
 
 
+Norm = Callable[[Array], Array] | None
+
+
 class Layer(nnx.Module):
     """One decoder layer, split where the KV cache is read and where speculation starts.
 
@@ -72,9 +75,18 @@ class Layer(nnx.Module):
     including `positions`. Some rotary embeddings depend on them (`rope.rotate`).
 
     Attributes:
+        attention_norm, mlp_norm: norms of what attention and MLP read; None for none, like others.
+        attention_post_norm, mlp_post_norm: norms of what they add to the residual stream.
+        q_norm, k_norm: norms of queries and keys [*b, heads, d].
         norm_dtype: dtype of the scales of norms; None for that of the weights.
     """
 
+    attention_norm: Norm = None
+    attention_post_norm: Norm = None
+    q_norm: Norm = None
+    k_norm: Norm = None
+    mlp_norm: Norm = None
+    mlp_post_norm: Norm = None
     norm_dtype: ClassVar[Any] = None
 
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
@@ -93,7 +105,7 @@ class Layer(nnx.Module):
 
     def attention_input(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
         """Return the hidden state after the pre-attention norm."""
-        return self.attention_norm(x)
+        return _normed(self.attention_norm, x)
 
     def query(
         self,
@@ -113,7 +125,7 @@ class Layer(nnx.Module):
         """Apply norm, rotation and scale to projected queries, w = h*d, bias included."""
         c = self.config
         q = projected.reshape(*projected.shape[:-1], c.num_heads, c.head_dim)
-        q = self.placed(q, self.normed_query, positions, lengths)
+        q = self.placed(q, self.q_norm, positions, lengths)
         return q * jnp.asarray(c.scale, q.dtype)
 
     def key_value(
@@ -126,52 +138,48 @@ class Layer(nnx.Module):
         c = self.config
         kv = self.kv(a).reshape(*a.shape[:-1], 2 * c.num_kv_heads, c.head_dim)
         key, value = jnp.split(kv, 2, axis=-2)
-        return self.placed(key, self.normed_key, positions, lengths), value
+        return self.placed(key, self.k_norm, positions, lengths), value
 
     def placed(
         self,
         x: Float[Array, "*b heads d"],
-        norm: Callable[[Array], Array],
+        norm: Norm,
         positions: Int[Array, "*b"],
         lengths: Int[Array, "*b"] | None,
     ) -> Float[Array, "*b heads d"]:
         """Apply the family's norm and the rotary embedding, in the family's order."""
         if self.config.norm_after_rotation:
-            return norm(self.rotated(x, positions, lengths))
-        return self.rotated(norm(x), positions, lengths)
+            return _normed(norm, self.rotated(x, positions, lengths))
+        return self.rotated(_normed(norm, x), positions, lengths)
 
     def rotated(
         self,
         x: Float[Array, "*b heads d"],
         positions: Int[Array, "*b"],
-        lengths: Int[Array, "*b"] | None = None,
+        lengths: Int[Array, "*b"] | None,
     ) -> Float[Array, "*b heads d"]:
-        """Apply the rotary embedding of the layer."""
+        """Apply the rotary embedding of the layer, if it has one."""
         if self.config.layer_ropes:
             return self.rotation(x, positions)
-        assert self.config.rope is not None
-        return rotate(x, positions, self.config.rope, lengths)
-
-    def normed_query(self, q: Float[Array, "*b h d"]) -> Float[Array, "*b h d"]:
-        """Return the normalised query; families with a query norm override it."""
-        return q
-
-    def normed_key(self, key: Float[Array, "*b k d"]) -> Float[Array, "*b k d"]:
-        """Return the normalised key; families with a key norm override it."""
-        return key
+        rope = self.config.rope
+        return x if rope is None else rotate(x, positions, rope, lengths)
 
     def attention_output(self, o: Float[Array, "*b h d"]) -> Float[Array, "*b e"]:
-        """Apply the output projection."""
-        return self.o(o.reshape(*o.shape[:-2], -1))
+        """Apply the output projection, and the norm after it."""
+        return _normed(self.attention_post_norm, self.o(o.reshape(*o.shape[:-2], -1)))
 
     def mlp(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
-        """Return the MLP's addition to the residual stream; its norm is included."""
-        return self.feed_forward(self.mlp_norm(x))
+        """Return the MLP's addition to the residual stream; its norms are included."""
+        return _normed(self.mlp_post_norm, self.feed_forward(_normed(self.mlp_norm, x)))
 
     def feed_forward(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
         """Return the gated MLP of normalised hidden states."""
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
         return self.down(ACTIVATIONS[self.config.activation](gate) * up)
+
+
+def _normed(norm: Norm, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
+    return x if norm is None else norm(x)
 
 
 class Embedding(nnx.Module):

@@ -31,14 +31,12 @@ class PostNormLayer(llama.Layer):
         self.attention_post_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
         self.mlp_post_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
 
-    def attention_input(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
-        return x
 
-    def attention_output(self, o: Float[Array, "*b h d"]) -> Float[Array, "*b e"]:
-        return self.attention_post_norm(super().attention_output(o))
+class HeadsNorm(RMSNorm):
+    """RMSNorm of all heads together."""
 
-    def mlp(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
-        return self.mlp_post_norm(self.feed_forward(x))
+    def __call__(self, x: Float[Array, "*b heads d"]) -> Float[Array, "*b heads d"]:
+        return super().__call__(x.reshape(*x.shape[:-2], -1)).reshape(x.shape)
 
 
 class Layer(PostNormLayer):
@@ -47,15 +45,5 @@ class Layer(PostNormLayer):
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         super().__init__(config, dtype, rngs)
         c = config
-        self.q_norm = RMSNorm(c.query_width, c.norm_eps, dtype)
-        self.k_norm = RMSNorm(c.num_kv_heads * c.head_dim, c.norm_eps, dtype)
-
-    def normed_query(self, q: Float[Array, "*b h d"]) -> Float[Array, "*b h d"]:
-        return _over_heads(self.q_norm, q)
-
-    def normed_key(self, key: Float[Array, "*b k d"]) -> Float[Array, "*b k d"]:
-        return _over_heads(self.k_norm, key)
-
-
-def _over_heads(norm: RMSNorm, x: Float[Array, "*b heads d"]) -> Float[Array, "*b heads d"]:
-    return norm(x.reshape(*x.shape[:-2], -1)).reshape(x.shape)
+        self.q_norm = HeadsNorm(c.query_width, c.norm_eps, dtype)
+        self.k_norm = HeadsNorm(c.num_kv_heads * c.head_dim, c.norm_eps, dtype)

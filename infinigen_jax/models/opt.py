@@ -52,14 +52,6 @@ class Layer(arcee.Layer):
         self.attention_norm = LayerNorm(config.hidden_size, config.norm_eps, dtype)
         self.mlp_norm = LayerNorm(config.hidden_size, config.norm_eps, dtype)
 
-    def rotated(
-        self,
-        x: Float[Array, "*b heads d"],
-        positions: Int[Array, "*b"],
-        lengths: Int[Array, "*b"] | None = None,
-    ) -> Float[Array, "*b heads d"]:
-        return x
-
 
 class Embedding(llama.Embedding):
     """See `llama.Embedding`."""

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from flax import nnx
-from jaxtyping import Array, Float
 
 from infinigen_jax.models import llama
 from infinigen_jax.models.base import ModelConfig
@@ -28,9 +27,3 @@ class Layer(llama.Layer):
         super().__init__(config, dtype, rngs)
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps, self.norm_dtype or dtype)
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps, self.norm_dtype or dtype)
-
-    def normed_query(self, q: Float[Array, "*b h d"]) -> Float[Array, "*b h d"]:
-        return self.q_norm(q)
-
-    def normed_key(self, key: Float[Array, "*b k d"]) -> Float[Array, "*b k d"]:
-        return self.k_norm(key)
