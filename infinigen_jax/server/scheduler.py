@@ -38,8 +38,8 @@ class Scheduler:
         failed: called after such an error.
     """
 
-    def __init__(self, engine: Engine, limits: Limits, metrics: Metrics):
-        self.engine, self.limits, self._metrics = engine, limits, metrics
+    def __init__(self, engine: Engine, limits: Limits):
+        self.engine, self.limits, self._metrics = engine, limits, Metrics(engine.decoder)
         self.ready, self.failure = threading.Event(), None
         self.failed: Callable[[], None] = lambda: None
         self._wake = threading.Condition()

@@ -17,7 +17,6 @@ from infinigen_jax.sampling import Sampling
 from infinigen_jax.serve import start_logging
 from infinigen_jax.server.job import BusyError, Job, UnavailableError
 from infinigen_jax.server.limits import Limits
-from infinigen_jax.server.metrics import Metrics
 from infinigen_jax.server.scheduler import Scheduler
 
 BODY = {"model": "small", "prompt": "Once upon a time", "max_tokens": 2}
@@ -210,7 +209,7 @@ def test_clients_that_die_at_any_point(served: Served):
 
 def test_not_ready_before_the_warm_up(served: Served):
     engine = small_engine()
-    scheduler = Scheduler(engine, Limits.of(engine, ROWS, CONTEXT), Metrics(engine.decoder))
+    scheduler = Scheduler(engine, Limits.of(engine, ROWS, CONTEXT))
     with pytest.raises(UnavailableError):
         scheduler.submit([job(1, print)])
     scheduler.stop(1.0)
