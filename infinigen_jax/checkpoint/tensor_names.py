@@ -270,7 +270,7 @@ def read_tree(
 
 
 def _joined(parts: list[np.ndarray], gain: bool, dtype: Any) -> Array:
-    """Join a parameter from its parts on the device; a scale is float32 (see `gemma2.Layer`)."""
+    """Join a parameter from its parts on the device; a gain is float32 (see `gemma2`)."""
     dtype = jnp.dtype(jnp.float32 if gain else dtype)
     if len(parts) == 1 and parts[0].dtype == dtype and not gain:
         # Not the mapped file itself, which may be overwritten while the model is in use. On a CPU

@@ -44,10 +44,12 @@ class ModelConfig:
             `rope`. Their frequencies do not vary.
         attention_bias, mlp_bias: whether the projections have biases.
         query_scale: factor on the attention scores; None for the inverse root of the head size.
-        query_growth: see `models.ministral3`.
+        query_growth: factor on the logarithm of the number of original contexts before a token,
+            with which its query grows.
         norm_after_rotation: whether queries and keys are normalised after their rotation.
         attention_softcap, logit_softcap: bounds of the attention scores and of the logits, see
             `ops.attention.soft_capped`; None for none.
+        float32_norms: whether the scales of norms are float32 in every dtype of the weights.
         embedding_scale, residual_scale, logit_divisor: factors on embeddings, on what attention
             and MLP add, and inverse factor on the logits, for families that have them.
         sliding_window: number of tokens, itself included, that a token attends to in
@@ -76,6 +78,7 @@ class ModelConfig:
     norm_after_rotation: bool = False
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    float32_norms: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_divisor: float = 1.0

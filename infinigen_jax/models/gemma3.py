@@ -9,8 +9,8 @@ from typing import Any
 
 from infinigen_jax.models import gemma2, qwen3
 from infinigen_jax.models.base import ModelConfig
-from infinigen_jax.models.gemma2 import Embedding
 from infinigen_jax.models.hf import FULL, positive, refuse_unless
+from infinigen_jax.models.llama import Embedding
 from infinigen_jax.models.rope_hf import ropes_by_kind
 
 __all__ = ["Embedding", "Layer", "config_from_hf"]

@@ -1,7 +1,7 @@
 """GLM-4-0414 and later, dense: GLM-4 with norms after attention and MLP as well."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from infinigen_jax.models import gemma2, qwen2
 from infinigen_jax.models.base import ModelConfig
@@ -16,6 +16,4 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 class Layer(gemma2.Layer, qwen2.Layer):
-    """See `llama.Layer`: the norms of Gemma 2, in the dtype of the weights."""
-
-    norm_dtype: ClassVar[Any] = None
+    """See `llama.Layer`: the norms of Gemma 2."""

@@ -4,7 +4,7 @@ Related families reuse these modules; their files describe only the differences.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from infinigen_jax.models.linear import Linear, TokenTable
 from infinigen_jax.models.norms import RMSNorm
 from infinigen_jax.models.rope import Rotation, rotate
 from infinigen_jax.models.rope_hf import rope_from_hf, stretched_positions
+from infinigen_jax.ops.attention import soft_capped
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -78,7 +79,6 @@ class Layer(nnx.Module):
         attention_norm, mlp_norm: norms of what attention and MLP read; None for none, like others.
         attention_post_norm, mlp_post_norm: norms of what they add to the residual stream.
         q_norm, k_norm: norms of queries and keys [*b, heads, d].
-        norm_dtype: dtype of the scales of norms; None for that of the weights.
     """
 
     attention_norm: Norm = None
@@ -87,16 +87,15 @@ class Layer(nnx.Module):
     k_norm: Norm = None
     mlp_norm: Norm = None
     mlp_post_norm: Norm = None
-    norm_dtype: ClassVar[Any] = None
 
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         c = config
         query_width, kv_width = c.query_width, 2 * c.num_kv_heads * c.head_dim
-        self.attention_norm = RMSNorm(c.hidden_size, c.norm_eps, self.norm_dtype or dtype)
+        self.attention_norm = RMSNorm(c.hidden_size, c, dtype)
         self.q = Linear(c.hidden_size, query_width, c.attention_bias, dtype)
         self.kv = Linear(c.hidden_size, kv_width, c.attention_bias, dtype)
         self.o = Linear(query_width, c.hidden_size, c.attention_bias, dtype)
-        self.mlp_norm = RMSNorm(c.hidden_size, c.norm_eps, self.norm_dtype or dtype)
+        self.mlp_norm = RMSNorm(c.hidden_size, c, dtype)
         self.gate_up = Linear(c.hidden_size, 2 * c.intermediate_size, c.mlp_bias, dtype)
         self.down = Linear(c.intermediate_size, c.hidden_size, c.mlp_bias, dtype)
         if c.layer_ropes:
@@ -126,7 +125,13 @@ class Layer(nnx.Module):
         c = self.config
         q = projected.reshape(*projected.shape[:-1], c.num_heads, c.head_dim)
         q = self.placed(q, self.q_norm, positions, lengths)
-        return q * jnp.asarray(c.scale, q.dtype)
+        q = q * jnp.asarray(c.scale, q.dtype)
+        if not c.query_growth:
+            return q
+        assert c.rope is not None
+        contexts = (positions // c.rope.original_positions).astype(jnp.float32)
+        growth = 1 + c.query_growth * jnp.log1p(contexts)
+        return q * growth[..., None, None].astype(q.dtype)
 
     def key_value(
         self,
@@ -165,12 +170,14 @@ class Layer(nnx.Module):
         return x if rope is None else rotate(x, positions, rope, lengths)
 
     def attention_output(self, o: Float[Array, "*b h d"]) -> Float[Array, "*b e"]:
-        """Apply the output projection, and the norm after it."""
-        return _normed(self.attention_post_norm, self.o(o.reshape(*o.shape[:-2], -1)))
+        """Return attention's addition to the residual stream, from the heads' outputs."""
+        y = self.o(o.reshape(*o.shape[:-2], -1))
+        return _scaled(_normed(self.attention_post_norm, y), self.config.residual_scale)
 
     def mlp(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
         """Return the MLP's addition to the residual stream; its norms are included."""
-        return _normed(self.mlp_post_norm, self.feed_forward(_normed(self.mlp_norm, x)))
+        y = self.feed_forward(_normed(self.mlp_norm, x))
+        return _scaled(_normed(self.mlp_post_norm, y), self.config.residual_scale)
 
     def feed_forward(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
         """Return the gated MLP of normalised hidden states."""
@@ -182,24 +189,26 @@ def _normed(norm: Norm, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
     return x if norm is None else norm(x)
 
 
-class Embedding(nnx.Module):
-    """Embedding of tokens to hidden states, and of these to logits; `norm_dtype` as in `Layer`."""
+def _scaled(x: Float[Array, "*b e"], factor: float) -> Float[Array, "*b e"]:
+    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
-    norm_dtype: ClassVar[Any] = None
+
+class Embedding(nnx.Module):
+    """Embedding of tokens to hidden states, and of hidden states to logits."""
 
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         c = config
         self.tokens = TokenTable(c.vocab_size, c.hidden_size, dtype)
-        self.norm = RMSNorm(c.hidden_size, c.norm_eps, self.norm_dtype or dtype)
+        self.norm = RMSNorm(c.hidden_size, c, dtype)
         if not c.tie_embeddings:
             self.head = Linear(c.hidden_size, c.vocab_size, False, dtype)
         self.config = config
 
     def embed(self, tokens: Int[Array, "*b"], positions: Int[Array, "*b"]) -> Float[Array, "*b e"]:
-        return self.tokens(tokens)
+        return _scaled(self.tokens(tokens), self.config.embedding_scale)
 
     def logits(self, x: Float[Array, "*b e"]) -> Float[Array, "*b v"]:
-        """Apply the final norm and the output projection; return float32 logits."""
-        x = self.norm(x)
-        y = self.tokens.attend(x) if self.config.tie_embeddings else self.head(x)
-        return y.astype(jnp.float32)
+        """Apply the final norm and the output projection; return float32 logits, bounded."""
+        c, x = self.config, self.norm(x)
+        y = self.tokens.attend(x) if c.tie_embeddings else self.head(x)
+        return soft_capped(y.astype(jnp.float32) / c.logit_divisor, c.logit_softcap)

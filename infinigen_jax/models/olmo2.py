@@ -28,8 +28,8 @@ class PostNormLayer(llama.Layer):
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         super().__init__(config, dtype, rngs)
         del self.attention_norm, self.mlp_norm
-        self.attention_post_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
-        self.mlp_post_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+        self.attention_post_norm = RMSNorm(config.hidden_size, config, dtype)
+        self.mlp_post_norm = RMSNorm(config.hidden_size, config, dtype)
 
 
 class HeadsNorm(RMSNorm):
@@ -45,5 +45,5 @@ class Layer(PostNormLayer):
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         super().__init__(config, dtype, rngs)
         c = config
-        self.q_norm = HeadsNorm(c.query_width, c.norm_eps, dtype)
-        self.k_norm = HeadsNorm(c.num_kv_heads * c.head_dim, c.norm_eps, dtype)
+        self.q_norm = HeadsNorm(c.query_width, c, dtype)
+        self.k_norm = HeadsNorm(c.num_kv_heads * c.head_dim, c, dtype)

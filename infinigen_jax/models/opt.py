@@ -49,8 +49,8 @@ class Layer(arcee.Layer):
 
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         super().__init__(config, dtype, rngs)
-        self.attention_norm = LayerNorm(config.hidden_size, config.norm_eps, dtype)
-        self.mlp_norm = LayerNorm(config.hidden_size, config.norm_eps, dtype)
+        self.attention_norm = LayerNorm(config.hidden_size, config, dtype)
+        self.mlp_norm = LayerNorm(config.hidden_size, config, dtype)
 
 
 class Embedding(llama.Embedding):
@@ -61,7 +61,7 @@ class Embedding(llama.Embedding):
         kind = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
         positions = config.max_positions + POSITION_OFFSET
         self.positions = nnx.Embed(positions, config.hidden_size, **kind)
-        self.norm = LayerNorm(config.hidden_size, config.norm_eps, dtype)
+        self.norm = LayerNorm(config.hidden_size, config, dtype)
 
     def embed(self, tokens: Int[Array, "*b"], positions: Int[Array, "*b"]) -> Float[Array, "*b e"]:
         return self.tokens(tokens) + self.positions(positions + POSITION_OFFSET)

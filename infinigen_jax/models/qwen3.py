@@ -25,5 +25,5 @@ class Layer(llama.Layer):
 
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         super().__init__(config, dtype, rngs)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps, self.norm_dtype or dtype)
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps, self.norm_dtype or dtype)
+        self.q_norm = RMSNorm(config.head_dim, config, dtype)
+        self.k_norm = RMSNorm(config.head_dim, config, dtype)
