@@ -1,9 +1,9 @@
 """Interface of the model families: their configuration and their modules.
 
-A family is one file with two Flax NNX modules, `Layer` and `Embedding`, derived from those of
-`models.llama`. They are *definitions*: at run time their parameters are plain nested dicts (see
-`Blueprint`), because dispatching a jitted function takes 20 us with a dict and about 900 us with
-`nnx.jit` on a module.
+A family is one file that translates its `config.json` to a `ModelConfig`. All share two Flax NNX
+modules, `Layer` and `Embedding` of `models.llama`, which read it; a family may derive its own. They
+are *definitions*: at run time their parameters are plain nested dicts (see `Blueprint`), because
+dispatching a jitted function takes 20 us with a dict and about 900 us with `nnx.jit` on a module.
 
 Letters in shapes, here and in every einsum of the package: b batch, s sequence, h query heads,
 k KV heads, g query heads per KV head, d head size, r partial columns, n selected rows, t capacity,
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
 Params = dict[str, Any]
 
+PRE_NORMS = ("attention_norm", "mlp_norm")  # of what attention and MLP read
+POST_NORMS = ("attention_post_norm", "mlp_post_norm")  # of what they add to the residual stream
+HEAD_NORMS = ("q_norm", "k_norm")  # of queries and keys
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -43,12 +47,17 @@ class ModelConfig:
         layer_ropes: rotary embedding of each layer, None for no rotation; empty if all have
             `rope`. Their frequencies do not vary.
         attention_bias, mlp_bias: whether the projections have biases.
+        output_bias: whether the output projection of attention has one with the others.
+        gated: whether the MLP has a gate.
         query_scale: factor on the attention scores; None for the inverse root of the head size.
         query_growth: factor on the logarithm of the number of original contexts before a token,
             with which its query grows.
         norm_after_rotation: whether queries and keys are normalised after their rotation.
         attention_softcap, logit_softcap: bounds of the attention scores and of the logits, see
             `ops.attention.soft_capped`; None for none.
+        norms: names of the norms of a layer, of PRE_NORMS, POST_NORMS and HEAD_NORMS.
+        layer_norms: whether norms are of the kind LayerNorm rather than RMSNorm.
+        joint_head_norms: whether HEAD_NORMS apply to all heads of a token together.
         float32_norms: whether the scales of norms are float32 in every dtype of the weights.
         embedding_scale, residual_scale, logit_divisor: factors on embeddings, on what attention
             and MLP add, and inverse factor on the logits, for families that have them.
@@ -73,11 +82,16 @@ class ModelConfig:
     mlp_bias: bool
     rope: Rope | None = None
     layer_ropes: tuple[Rope | None, ...] = ()
+    output_bias: bool = True
+    gated: bool = True
     query_scale: float | None = None
     query_growth: float = 0.0
     norm_after_rotation: bool = False
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    norms: tuple[str, ...] = PRE_NORMS
+    layer_norms: bool = False
+    joint_head_norms: bool = False
     float32_norms: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -123,7 +137,7 @@ class ModelConfig:
 
 
 def family(name: str) -> ModuleType:
-    """Return the module of a family: its Layer, its Embedding and its `config_from_hf`."""
+    """Return the module of a family, which has its `config_from_hf`."""
     return importlib.import_module(f"infinigen_jax.models.{name}")
 
 
@@ -185,23 +199,24 @@ def blueprint(config: ModelConfig, dtype: Any, weight_dtype: str | None = None) 
         dtype: dtype of parameters and activations; norms, softmax and logits compute in float32.
         weight_dtype: form of the matrices, one of WEIGHT_DTYPES; None for `dtype`.
     """
-    module = family(config.family)
+    shared, own = (vars(family(name)) for name in ("llama", config.family))
+    parts = shared | own
     dtype = jnp.dtype(dtype)
 
     def made(kind: Any) -> Any:
         module = kind(config, dtype, nnx.Rngs(0))
         if weight_dtype is None:
             return module
-        parts = {n: x for n, x in vars(module).items() if isinstance(x, Matrix)}
-        for name, part in parts.items():
-            part.shrink(dtype_of(name, weight_dtype))
+        matrices = {n: x for n, x in vars(module).items() if isinstance(x, Matrix)}
+        for name, matrix in matrices.items():
+            matrix.shrink(dtype_of(name, weight_dtype))
         return module
 
     def split(kind: Any) -> tuple[Any, Params]:
         graph, state = nnx.split(nnx.eval_shape(lambda: made(kind)))
         return graph, nnx.to_pure_dict(state)
 
-    return Blueprint(config, dtype, *split(module.Layer), *split(module.Embedding))
+    return Blueprint(config, dtype, *split(parts["Layer"]), *split(parts["Embedding"]))
 
 
 def random_params(config: ModelConfig, dtype: Any) -> Params:

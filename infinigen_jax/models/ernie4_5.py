@@ -4,10 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from infinigen_jax.models.base import ModelConfig
-from infinigen_jax.models.llama import Embedding, Layer, relative_from_hf
+from infinigen_jax.models.llama import relative_from_hf
 from infinigen_jax.models.rope_hf import rope_from_hf
-
-__all__ = ["Embedding", "Layer", "config_from_hf"]
 
 DEFAULTS = {
     "num_key_value_heads": 2,

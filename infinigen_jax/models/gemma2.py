@@ -3,10 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from flax import nnx
-
 from infinigen_jax.models import llama
-from infinigen_jax.models.base import ModelConfig
+from infinigen_jax.models.base import POST_NORMS, PRE_NORMS, ModelConfig
 from infinigen_jax.models.hf import (
     FULL,
     SLIDING,
@@ -15,11 +13,7 @@ from infinigen_jax.models.hf import (
     refuse_unless,
     sliding_windows,
 )
-from infinigen_jax.models.llama import Embedding
-from infinigen_jax.models.norms import RMSNorm
 from infinigen_jax.models.rope_hf import positive_number
-
-__all__ = ["Embedding", "Layer", "config_from_hf", "gemma_from_hf", "kinds"]
 
 DEFAULTS = {
     "num_key_value_heads": 4,
@@ -63,19 +57,10 @@ def gemma_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> ModelC
         float32_norms=True,
         embedding_scale=positive(hf, "hidden_size") ** 0.5,
         **sliding_windows(hf, hf["sliding_window"]),
-        **settings,
+        **{"norms": PRE_NORMS + POST_NORMS} | settings,
     )
 
 
 def _softcap(hf: Mapping[str, Any], name: str) -> float | None:
     value = hf.get(name)
     return None if value is None else positive_number(value, name)
-
-
-class Layer(llama.Layer):
-    """See `llama.Layer`. The outputs of attention and MLP are normalised as well."""
-
-    def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
-        super().__init__(config, dtype, rngs)
-        self.attention_post_norm = RMSNorm(config.hidden_size, config, dtype)
-        self.mlp_post_norm = RMSNorm(config.hidden_size, config, dtype)

@@ -7,13 +7,10 @@ text and images (model_type "gemma3") only the language model is read.
 from collections.abc import Mapping
 from typing import Any
 
-from infinigen_jax.models import gemma2, qwen3
-from infinigen_jax.models.base import ModelConfig
+from infinigen_jax.models import gemma2
+from infinigen_jax.models.base import HEAD_NORMS, POST_NORMS, PRE_NORMS, ModelConfig
 from infinigen_jax.models.hf import FULL, positive, refuse_unless
-from infinigen_jax.models.llama import Embedding
 from infinigen_jax.models.rope_hf import ropes_by_kind
-
-__all__ = ["Embedding", "Layer", "config_from_hf"]
 
 # Sizes that the configuration of a language model within a larger one leaves out.
 DEFAULTS = {
@@ -43,10 +40,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     return gemma2.gemma_from_hf(
         hf | {"layer_types": kinds},
         "gemma3",
+        norms=PRE_NORMS + POST_NORMS + HEAD_NORMS,
         **ropes_by_kind(hf, kinds, given, local_theta, "a gemma3 model"),
         max_positions=positive(hf, "max_position_embeddings"),
     )
-
-
-class Layer(gemma2.Layer, qwen3.Layer):
-    """See `llama.Layer`: the norms of Gemma 2, and those of queries and keys of Qwen 3."""

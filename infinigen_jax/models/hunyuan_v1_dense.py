@@ -5,13 +5,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from infinigen_jax.models.base import ModelConfig
+from infinigen_jax.models.base import HEAD_NORMS, PRE_NORMS, ModelConfig
 from infinigen_jax.models.hf import positive, refuse_unless
-from infinigen_jax.models.llama import Embedding, relative_from_hf
-from infinigen_jax.models.qwen3 import Layer
+from infinigen_jax.models.llama import relative_from_hf
 from infinigen_jax.models.rope_hf import positive_number, rope_from_hf
-
-__all__ = ["Embedding", "Layer", "config_from_hf"]
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
@@ -27,4 +24,5 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         theta = rope.theta * alpha ** (dim / max(1, dim - 2))
         refuse_unless(1 < theta < math.inf, f"rope alpha {alpha:g}")
         rope = dataclasses.replace(rope, kind="default", theta=theta, factor=1.0)
-    return relative_from_hf(hf, "hunyuan_v1_dense", rope=rope, norm_after_rotation=True)
+    settings = {"norms": PRE_NORMS + HEAD_NORMS, "norm_after_rotation": True}
+    return relative_from_hf(hf, "hunyuan_v1_dense", rope=rope, **settings)

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from infinigen_jax.models.base import ModelConfig
+from infinigen_jax.models.base import HEAD_NORMS, ModelConfig
 from infinigen_jax.models.hf import LARGEST, common_settings, refuse_sliding_windows, refuse_unless
 from infinigen_jax.models.linear import Linear, TokenTable
-from infinigen_jax.models.norms import RMSNorm
+from infinigen_jax.models.norms import norm_of
 from infinigen_jax.models.rope import Rotation, rotate
 from infinigen_jax.models.rope_hf import rope_from_hf, stretched_positions
 from infinigen_jax.ops.attention import soft_capped
@@ -75,10 +75,7 @@ class Layer(nnx.Module):
     `lengths` are the tokens of each sequence in this call of the model, by default up to and
     including `positions`. Some rotary embeddings depend on them (`rope.rotate`).
 
-    Attributes:
-        attention_norm, mlp_norm: norms of what attention and MLP read; None for none, like others.
-        attention_post_norm, mlp_post_norm: norms of what they add to the residual stream.
-        q_norm, k_norm: norms of queries and keys [*b, heads, d].
+    Its norms are those of `ModelConfig.norms`.
     """
 
     attention_norm: Norm = None
@@ -91,13 +88,18 @@ class Layer(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         c = config
         query_width, kv_width = c.query_width, 2 * c.num_kv_heads * c.head_dim
-        self.attention_norm = RMSNorm(c.hidden_size, c, dtype)
         self.q = Linear(c.hidden_size, query_width, c.attention_bias, dtype)
         self.kv = Linear(c.hidden_size, kv_width, c.attention_bias, dtype)
-        self.o = Linear(query_width, c.hidden_size, c.attention_bias, dtype)
-        self.mlp_norm = RMSNorm(c.hidden_size, c, dtype)
-        self.gate_up = Linear(c.hidden_size, 2 * c.intermediate_size, c.mlp_bias, dtype)
+        self.o = Linear(query_width, c.hidden_size, c.attention_bias and c.output_bias, dtype)
+        if c.gated:
+            self.gate_up = Linear(c.hidden_size, 2 * c.intermediate_size, c.mlp_bias, dtype)
+        else:
+            self.up = Linear(c.hidden_size, c.intermediate_size, c.mlp_bias, dtype)
         self.down = Linear(c.intermediate_size, c.hidden_size, c.mlp_bias, dtype)
+        head_sizes = (query_width, kv_width // 2) if c.joint_head_norms else (c.head_dim,) * 2
+        sizes: dict[str, int] = dict(zip(HEAD_NORMS, head_sizes, strict=True))
+        for name in c.norms:
+            setattr(self, name, norm_of(sizes.get(name, c.hidden_size), c, dtype))
         if c.layer_ropes:
             self.rotation = Rotation(c.head_dim)
         self.config = config
@@ -154,8 +156,14 @@ class Layer(nnx.Module):
     ) -> Float[Array, "*b heads d"]:
         """Apply the family's norm and the rotary embedding, in the family's order."""
         if self.config.norm_after_rotation:
-            return _normed(norm, self.rotated(x, positions, lengths))
-        return self.rotated(_normed(norm, x), positions, lengths)
+            return self.normed_heads(norm, self.rotated(x, positions, lengths))
+        return self.rotated(self.normed_heads(norm, x), positions, lengths)
+
+    def normed_heads(self, norm: Norm, x: Float[Array, "*b heads d"]) -> Float[Array, "*b heads d"]:
+        """Apply the norm, to each head or to all together."""
+        if not self.config.joint_head_norms:
+            return _normed(norm, x)
+        return _normed(norm, x.reshape(*x.shape[:-2], -1)).reshape(x.shape)
 
     def rotated(
         self,
@@ -180,9 +188,12 @@ class Layer(nnx.Module):
         return _scaled(_normed(self.mlp_post_norm, y), self.config.residual_scale)
 
     def feed_forward(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
-        """Return the gated MLP of normalised hidden states."""
+        """Return the MLP of normalised hidden states."""
+        activation = ACTIVATIONS[self.config.activation]
+        if not self.config.gated:
+            return self.down(activation(self.up(x)))
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(ACTIVATIONS[self.config.activation](gate) * up)
+        return self.down(activation(gate) * up)
 
 
 def _normed(norm: Norm, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
@@ -199,7 +210,7 @@ class Embedding(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
         c = config
         self.tokens = TokenTable(c.vocab_size, c.hidden_size, dtype)
-        self.norm = RMSNorm(c.hidden_size, c, dtype)
+        self.norm = norm_of(c.hidden_size, c, dtype)
         if not c.tie_embeddings:
             self.head = Linear(c.hidden_size, c.vocab_size, False, dtype)
         self.config = config

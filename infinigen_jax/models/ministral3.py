@@ -5,10 +5,8 @@ from typing import Any
 
 from infinigen_jax.models.base import ModelConfig
 from infinigen_jax.models.hf import refuse_unless, sliding_windows
-from infinigen_jax.models.llama import Embedding, Layer, relative_from_hf
+from infinigen_jax.models.llama import relative_from_hf
 from infinigen_jax.models.rope_hf import positive_number, rope_from_hf
-
-__all__ = ["Embedding", "Layer", "config_from_hf"]
 
 ROPE = {
     "rope_type": "yarn",

@@ -43,5 +43,10 @@ class LayerNorm(nnx.Module):
         return y.astype(x.dtype)
 
 
+def norm_of(size: int, config: ModelConfig, dtype: Any) -> RMSNorm | LayerNorm:
+    """Return a norm of the family's kind."""
+    return (LayerNorm if config.layer_norms else RMSNorm)(size, config, dtype)
+
+
 def _over_last(parameter: Array, x: Array) -> Array:
     return parameter.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))

@@ -7,10 +7,8 @@ from infinigen_jax.models.base import ModelConfig
 from infinigen_jax.models.gemma2 import kinds
 from infinigen_jax.models.hf import FULL, SLIDING, sliding_windows
 from infinigen_jax.models.llama import relative_from_hf
-from infinigen_jax.models.olmo2 import Embedding, Layer
+from infinigen_jax.models.olmo2 import NORMS
 from infinigen_jax.models.rope_hf import ropes_by_kind
-
-__all__ = ["Embedding", "Layer", "config_from_hf"]
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
@@ -23,6 +21,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     return relative_from_hf(
         hf,
         "olmo3",
+        **NORMS,
         **ropes_by_kind(hf, types, given, hf["rope_theta"], "an olmo3 model"),
         **sliding_windows(hf | {"layer_types": types}, hf["sliding_window"]),
     )

@@ -10,11 +10,10 @@ from typing import Any
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from infinigen_jax.models import arcee, llama
+from infinigen_jax.models import llama
 from infinigen_jax.models.base import ModelConfig
 from infinigen_jax.models.hf import common_settings, refuse_sliding_windows, refuse_unless
 from infinigen_jax.models.llama import ACTIVATIONS
-from infinigen_jax.models.norms import LayerNorm
 
 POSITION_OFFSET = 2  # rows 0 and 1 of OPT's position table are not positions
 
@@ -37,20 +36,13 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         family="opt",
         norm_eps=1e-5,
         activation=activation,
+        gated=False,
+        layer_norms=True,
         attention_bias=bool(hf.get("enable_bias", True)),
         mlp_bias=bool(hf.get("enable_bias", True)),
         tie_embeddings=bool(hf.get("tie_word_embeddings", True)),
         **settings,
     )
-
-
-class Layer(arcee.Layer):
-    """See `llama.Layer`."""
-
-    def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
-        super().__init__(config, dtype, rngs)
-        self.attention_norm = LayerNorm(config.hidden_size, config, dtype)
-        self.mlp_norm = LayerNorm(config.hidden_size, config, dtype)
 
 
 class Embedding(llama.Embedding):
@@ -61,7 +53,6 @@ class Embedding(llama.Embedding):
         kind = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
         positions = config.max_positions + POSITION_OFFSET
         self.positions = nnx.Embed(positions, config.hidden_size, **kind)
-        self.norm = LayerNorm(config.hidden_size, config, dtype)
 
     def embed(self, tokens: Int[Array, "*b"], positions: Int[Array, "*b"]) -> Float[Array, "*b e"]:
         return self.tokens(tokens) + self.positions(positions + POSITION_OFFSET)

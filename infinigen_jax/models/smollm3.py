@@ -5,10 +5,8 @@ from typing import Any
 
 from infinigen_jax.models.base import ModelConfig
 from infinigen_jax.models.hf import FULL, SLIDING, per_layer, refuse_unless, sliding_windows
-from infinigen_jax.models.llama import Embedding, Layer, relative_from_hf
+from infinigen_jax.models.llama import relative_from_hf
 from infinigen_jax.models.rope_hf import rope_from_hf
-
-__all__ = ["Embedding", "Layer", "config_from_hf"]
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
