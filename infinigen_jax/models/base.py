@@ -199,24 +199,23 @@ def blueprint(config: ModelConfig, dtype: Any, weight_dtype: str | None = None) 
         dtype: dtype of parameters and activations; norms, softmax and logits compute in float32.
         weight_dtype: form of the matrices, one of WEIGHT_DTYPES; None for `dtype`.
     """
-    shared, own = (vars(family(name)) for name in ("llama", config.family))
-    parts = shared | own
+    modules = vars(family("llama")) | vars(family(config.family))
     dtype = jnp.dtype(dtype)
 
     def made(kind: Any) -> Any:
-        module = kind(config, dtype, nnx.Rngs(0))
+        module = kind(config, dtype)
         if weight_dtype is None:
             return module
-        matrices = {n: x for n, x in vars(module).items() if isinstance(x, Matrix)}
-        for name, matrix in matrices.items():
-            matrix.shrink(dtype_of(name, weight_dtype))
+        parts = {n: x for n, x in vars(module).items() if isinstance(x, Matrix)}
+        for name, part in parts.items():
+            part.shrink(dtype_of(name, weight_dtype))
         return module
 
     def split(kind: Any) -> tuple[Any, Params]:
         graph, state = nnx.split(nnx.eval_shape(lambda: made(kind)))
         return graph, nnx.to_pure_dict(state)
 
-    return Blueprint(config, dtype, *split(parts["Layer"]), *split(parts["Embedding"]))
+    return Blueprint(config, dtype, *split(modules["Layer"]), *split(modules["Embedding"]))
 
 
 def random_params(config: ModelConfig, dtype: Any) -> Params:

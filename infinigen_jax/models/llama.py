@@ -85,7 +85,7 @@ class Layer(nnx.Module):
     mlp_norm: Norm = None
     mlp_post_norm: Norm = None
 
-    def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, dtype: Any):
         c = config
         query_width, kv_width = c.query_width, 2 * c.num_kv_heads * c.head_dim
         self.q = Linear(c.hidden_size, query_width, c.attention_bias, dtype)
@@ -207,7 +207,7 @@ def _scaled(x: Float[Array, "*b e"], factor: float) -> Float[Array, "*b e"]:
 class Embedding(nnx.Module):
     """Embedding of tokens to hidden states, and of hidden states to logits."""
 
-    def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, dtype: Any):
         c = config
         self.tokens = TokenTable(c.vocab_size, c.hidden_size, dtype)
         self.norm = norm_of(c.hidden_size, c, dtype)

@@ -48,9 +48,9 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 class Embedding(llama.Embedding):
     """See `llama.Embedding`."""
 
-    def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
-        super().__init__(config, dtype, rngs)
-        kind = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
+    def __init__(self, config: ModelConfig, dtype: Any):
+        super().__init__(config, dtype)
+        kind = {"dtype": dtype, "param_dtype": dtype, "rngs": nnx.Rngs(0)}
         positions = config.max_positions + POSITION_OFFSET
         self.positions = nnx.Embed(positions, config.hidden_size, **kind)
 
