@@ -27,7 +27,6 @@ from infinigen_jax.loading.load import Model, load
 from infinigen_jax.server.app import Service, create_app
 from infinigen_jax.server.connection import http_config
 from infinigen_jax.server.limits import Limits
-from infinigen_jax.server.metrics import Metrics
 from infinigen_jax.server.scheduler import Scheduler
 from infinigen_jax.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -143,7 +142,7 @@ def serve(options: argparse.Namespace, context: int, warm: Connection) -> None:
     lossless = options.system == "infinigen-lossless"
     engine = Engine(make_model(options), prefill_chunk=options.chunk, lossless=lossless)
     limits = Limits.of(engine, options.batch, context, heat_maps=False)
-    scheduler = Scheduler(engine, limits, Metrics(engine.decoder))
+    scheduler = Scheduler(engine, limits)
     listening, service = socket.create_server(("127.0.0.1", 0)), Service("m", drain_seconds=30)
     server = uvicorn.Server(http_config(create_app(scheduler, service), service))
 

@@ -15,6 +15,8 @@ from infinigen_jax.cli.options import (
     add_model_options,
     add_settings,
     make_policy,
+    make_pool,
+    policy_settings,
     unused_options,
 )
 from infinigen_jax.errors import InputError, Parser, run_command
@@ -26,6 +28,7 @@ from infinigen_jax.settings.engine import EngineOptions
 if TYPE_CHECKING:
     from infinigen_jax.planner.advice import Advice
     from infinigen_jax.planner.forecast import Forecast, Machine
+    from infinigen_jax.policies import Policy
 
 LEAST = 1e-6  # GiB, or GB/s
 RECORDED = ("model", "context", "batch", "policy", "dtype", "weight_dtype")  # options
@@ -97,7 +100,7 @@ def plan(arguments: argparse.Namespace) -> None:
     advice = advise(planner, arguments.batch, arguments.context)
     print(report(advice, Path(arguments.model or folder), dtype.name, arguments))
     if output is not None:
-        write_json("json", output, record(advice, arguments))
+        write_json("json", output, record(advice, policy, arguments))
 
 
 def this_machine(arguments: argparse.Namespace) -> "Machine":
@@ -265,7 +268,7 @@ def command_options(forecast: "Forecast") -> str:
     return options + (" --weights host" if settings.weights == "host" else "")
 
 
-def record(advice: "Advice", arguments: argparse.Namespace) -> dict[str, Any]:
+def record(advice: "Advice", policy: "Policy", arguments: argparse.Namespace) -> dict[str, Any]:
     """Everything, for JSON; bytes, bytes per second and seconds."""
 
     def of(forecast: "Forecast | None") -> dict[str, Any] | None:
@@ -274,8 +277,10 @@ def record(advice: "Advice", arguments: argparse.Namespace) -> dict[str, Any]:
         more = {"device": forecast.device, "fits": forecast.fits}
         return dataclasses.asdict(forecast) | more
 
-    given = {name: getattr(arguments, name) for name in RECORDED}
+    given, pool = {name: getattr(arguments, name) for name in RECORDED}, make_pool(arguments)
     return given | {
+        "policy_settings": policy_settings(policy),
+        "pool": None if pool is None else dataclasses.asdict(pool),
         "asked": of(advice.asked),
         "full_on_device": of(advice.full),
         "recommended": of(advice.best),

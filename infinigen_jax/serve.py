@@ -116,7 +116,6 @@ def serve(arguments: argparse.Namespace) -> None:
 def make_scheduler(arguments: argparse.Namespace, say: Messages) -> "Scheduler":
     """Return a scheduler of the model and the sizes that the options ask for."""
     from infinigen_jax.server.limits import Limits
-    from infinigen_jax.server.metrics import Metrics
     from infinigen_jax.server.scheduler import Scheduler
 
     start_logging(arguments.quiet)
@@ -124,7 +123,7 @@ def make_scheduler(arguments: argparse.Namespace, say: Messages) -> "Scheduler":
     sizes = arguments.batch, arguments.context, arguments.max_waiting
     prefix_bytes = int(arguments.prefix_cache_gib * 2**30)
     limits = Limits.of(engine, *sizes, prefix_bytes, not arguments.no_page)
-    return Scheduler(engine, limits, Metrics(engine.decoder))
+    return Scheduler(engine, limits)
 
 
 def start_logging(quiet: bool) -> None:
@@ -151,11 +150,7 @@ def make_service(arguments: argparse.Namespace) -> "Service":
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket.
-
-    Raises:
-        InputError: if the address cannot be used.
-    """
+    """Return a listening socket."""
     try:
         return socket.create_server((host, port), backlog=1024)
     except OSError as error:

@@ -58,7 +58,7 @@ def kill_everywhere(
 def conversion(folder: Path) -> tuple[Callable[[], None], Callable[[], str]]:
     """Converting FOLDER/llama over the conversion that is in FOLDER/out."""
     from infinigen_jax.checkpoint.manifest import read_manifest, verify_files
-    from infinigen_jax.convert import convert
+    from infinigen_jax.convert.pipeline import convert
 
     out = folder / "out"
 

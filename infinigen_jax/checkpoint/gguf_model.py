@@ -40,7 +40,6 @@ SETTINGS = {
 }
 TOKENS = {
     "bos_token_id": "bos_token_id",
-    "eos_token_id": "eos_token_id",
     "pad_token_id": "padding_token_id",
 }
 # llama.cpp, too, ends a turn at these tokens, whatever the settings say.

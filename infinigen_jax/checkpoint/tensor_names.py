@@ -6,6 +6,7 @@ duplicate and mis-shaped tensors.
 """
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -57,11 +58,6 @@ def _norm(name: str, module: str) -> list[Rule]:
     ]
 
 
-def _gain(name: str, module: str) -> list[Rule]:
-    """Return the rule of a norm whose scale is stored minus 1."""
-    return [Rule(f"{name}.weight", (module, "scale"), gain=True)]
-
-
 class Table(NamedTuple):
     """A family's rules, and the prefix of its tensors in written files."""
 
@@ -97,35 +93,35 @@ EMBEDDING = [
     *_norm("norm", "norm"),
     *_linear("lm_head", "head"),
 ]
-GEMMA_EMBEDDING = [EMBEDDING[0], *_gain("norm", "norm"), *_linear("lm_head", "head")]
 GEMMA_NORMS = [
-    *_gain("input_layernorm", "attention_norm"),
-    *_gain("post_attention_layernorm", "attention_post_norm"),
-    *_gain("pre_feedforward_layernorm", "mlp_norm"),
-    *_gain("post_feedforward_layernorm", "mlp_post_norm"),
+    *_norm("input_layernorm", "attention_norm"),
+    *_norm("post_attention_layernorm", "attention_post_norm"),
+    *_norm("pre_feedforward_layernorm", "mlp_norm"),
+    *_norm("post_feedforward_layernorm", "mlp_post_norm"),
 ]
 
 
-def _table(*layer: list[Rule], embedding: list[Rule] = EMBEDDING) -> Table:
-    return Table("model.", embedding, [rule for rules in layer for rule in rules])
+def _table(*layer: list[Rule], gains: bool = False) -> Table:
+    """Return a table of rules.
+
+    Args:
+        gains: whether the scales of norms are stored minus 1.
+    """
+
+    def stored(rule: Rule) -> Rule:
+        return rule._replace(gain=gains and rule.path[1] == "scale")
+
+    return Table("model.", [*map(stored, EMBEDDING)], [*map(stored, itertools.chain(*layer))])
 
 
-LLAMA = _table(PRE_NORMS, ATTENTION, MLP)
+LLAMA = _table(PRE_NORMS, ATTENTION, MLP)  # of families without a table of their own
 OLMO = _table(ATTENTION, HEAD_NORMS, POST_NORMS, MLP)
 
 TABLES = {
     "arcee": _table(PRE_NORMS, ATTENTION, _linear("mlp.up_proj", "up"), DOWN),
-    "ernie4_5": LLAMA,
     "exaone4": OLMO,
-    "gemma2": _table(GEMMA_NORMS, ATTENTION, MLP, embedding=GEMMA_EMBEDDING),
-    "gemma3": _table(
-        GEMMA_NORMS,
-        ATTENTION,
-        _gain("self_attn.q_norm", "q_norm"),
-        _gain("self_attn.k_norm", "k_norm"),
-        MLP,
-        embedding=GEMMA_EMBEDDING,
-    ),
+    "gemma2": _table(GEMMA_NORMS, ATTENTION, MLP, gains=True),
+    "gemma3": _table(GEMMA_NORMS, ATTENTION, HEAD_NORMS, MLP, gains=True),
     "glm": _table(PRE_NORMS, ATTENTION, JOINED_MLP),
     "glm4": _table(
         PRE_NORMS,
@@ -134,7 +130,6 @@ TABLES = {
         ATTENTION,
         JOINED_MLP,
     ),
-    "granite": LLAMA,
     "hunyuan_v1_dense": _table(
         PRE_NORMS,
         ATTENTION,
@@ -142,10 +137,6 @@ TABLES = {
         _norm("self_attn.key_layernorm", "k_norm"),
         MLP,
     ),
-    "llama": LLAMA,
-    "ministral": LLAMA,
-    "ministral3": LLAMA,
-    "mistral": LLAMA,
     "olmo2": OLMO,
     "olmo3": OLMO,
     "phi3": _table(
@@ -154,10 +145,7 @@ TABLES = {
         _linear("self_attn.o_proj", "o"),
         JOINED_MLP,
     ),
-    "qwen2": LLAMA,
     "qwen3": _table(PRE_NORMS, ATTENTION, HEAD_NORMS, MLP),
-    "seed_oss": LLAMA,
-    "smollm3": LLAMA,
     "opt": Table(
         prefix="model.decoder.",
         embedding=[
@@ -201,7 +189,7 @@ class TensorSpecs(NamedTuple):
 
 def expected(blueprint: Blueprint) -> TensorSpecs:
     """List the tensors of a checkpoint of this architecture."""
-    table = TABLES[blueprint.config.family]
+    table = TABLES.get(blueprint.config.family, LLAMA)
     shapes = blueprint.layer_shapes
     if any(rule.path[0] == "qkv" for rule in table.layer):
         shapes = jax.eval_shape(join, shapes)
@@ -282,7 +270,7 @@ def read_tree(
 
 
 def _joined(parts: list[np.ndarray], gain: bool, dtype: Any) -> Array:
-    """Join a parameter from its parts on the device; a scale is float32 (see `gemma2.Layer`)."""
+    """Join a parameter from its parts on the device; a gain is float32 (see `gemma2`)."""
     dtype = jnp.dtype(jnp.float32 if gain else dtype)
     if len(parts) == 1 and parts[0].dtype == dtype and not gain:
         # Not the mapped file itself, which may be overwritten while the model is in use. On a CPU

@@ -180,7 +180,6 @@ class Talk:
         path = checked_output("/save", name) if name else None
         if path is None:
             return "/save: give the name of a file"
-        check_replaceable(path)
         return self._dialogue.save(path)
 
     def answer(self, text: str) -> None:

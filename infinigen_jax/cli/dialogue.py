@@ -7,6 +7,7 @@ models without one: the conversation is one running text, and the user's lines a
 """
 
 import contextlib
+import hashlib
 import secrets
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -51,6 +52,11 @@ class Dialogue:
                 "this model has no chat template; give a file with one as `chat_template`, or "
                 "`chat_template` plain to have your lines continued",
             )
+        name = hashlib.sha256((self._template or PLAIN).encode()).hexdigest()
+        if conversation.template not in (None, name):
+            problem = "the conversation began with another; give that one"
+            raise ParameterError("chat_template", problem, template)
+        conversation.template = name
         if system is not None:
             conversation.messages.append({"role": "system", "content": system})
 

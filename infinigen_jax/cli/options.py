@@ -140,13 +140,24 @@ def make_policy(arguments: argparse.Namespace) -> "Policy":
         policy = kind(**named)
     except (InputError, TypeError, ValueError) as error:  # the latter of a user's class
         raise ParameterError("policy", str(error), arguments.policy) from None
-    return dataclasses.replace(policy, **_chosen(kind, named, arguments))
+    try:
+        return dataclasses.replace(policy, **_chosen(kind, named, arguments))
+    except InputError:  # it names the option
+        raise
+    except (ArithmeticError, TypeError, ValueError) as error:  # of a user's class
+        raise ParameterError("policy", str(error), arguments.policy) from None
 
 
 def _chosen(kind: Any, named: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
     """The given options that apply: the policy has the setting, and its name does not give it."""
     names = {field.name for field in dataclasses.fields(kind)} - named.keys()
     return {name: v for name, v in given(arguments, POLICY_OPTIONS).items() if name in names}
+
+
+def policy_settings(policy: "Policy") -> dict[str, Any]:
+    """The settings of a policy, ready for JSON, which has no infinity."""
+    settings = dataclasses.asdict(policy)  # pyright: ignore[reportArgumentType]
+    return {name: "inf" if x == float("inf") else x for name, x in settings.items()}
 
 
 def unused_options(arguments: argparse.Namespace) -> list[str]:

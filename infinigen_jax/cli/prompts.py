@@ -110,4 +110,4 @@ def read_prefix(arguments: argparse.Namespace) -> str:
         raise ParameterError("prefix", "it is empty; give at least one character")
     if arguments.prefix_file is not None:
         return read_text("prefix_file", arguments.prefix_file)
-    return arguments.prefix or ""
+    return checked_text("prefix", arguments.prefix or "")

@@ -24,12 +24,7 @@ PATHS = ("_name_or_path", "name_or_path")
 
 
 def check_destination(source: Path, destination: Path, force: bool) -> Path:
-    """Refuse a destination that must not be written; return its resolved path.
-
-    Raises:
-        InputError: the destination is the source, contains it, exists without `force`, or exists
-            and is not a converted folder, which `force` does not replace.
-    """
+    """Refuse a destination that must not be written; return its resolved path."""
     target, origin = expanded(destination).resolve(), source.resolve()
     if target == origin:
         raise InputError(f"{destination}: source and destination are the same folder")

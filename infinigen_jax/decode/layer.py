@@ -41,7 +41,7 @@ from infinigen_jax.decode.state import (
     Weights,
 )
 from infinigen_jax.models import Params
-from infinigen_jax.models.base import Layer
+from infinigen_jax.models.llama import Layer
 from infinigen_jax.ops.attention import attend
 from infinigen_jax.ops.span import Span
 from infinigen_jax.policies.base import Lookup

@@ -48,6 +48,7 @@ class Conversation:
         tokens: tokens of all prompts and answers so far.
         context: capacity in tokens.
         messages: the caller's record of the messages, as JSON values; saved with the conversation.
+        template: the caller's name of the chat template of the messages; saved with them.
         run: `Run` of the last turn; None before the first turn.
     """
 
@@ -58,6 +59,7 @@ class Conversation:
         self.context = checked_context(runtime.model.config, context)
         self.tokens: list[int] = []
         self.messages: list[dict[str, str]] = []
+        self.template: str | None = None
         self.run: Run | None = None
         self._begun: Begun | None = Begun(None, [0])
         self._turns, self._drawn = 0, 0  # turns and resets so far; tokens drawn before this turn
@@ -175,6 +177,7 @@ class Conversation:
             "drawn": drawn,
             "tokens": [] if cache is None else self.tokens,
             "messages": self.messages,
+            "template": self.template,
         }
         if cache is None:
             write_saved(Path(path), record, {}, ())
@@ -211,6 +214,7 @@ class Conversation:
                 {str(name): str(text) for name, text in message.items()}
                 for message in record["messages"]
             ]
+            conversation.template = record.get("template")  # older files have none
         conversation._check_memory(cached)
         cache = None
         if cached:

@@ -6,7 +6,13 @@ import dataclasses
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from infinigen_jax.cli.options import POLICY_OPTIONS, make_engine, make_policy, make_pool
+from infinigen_jax.cli.options import (
+    POLICY_OPTIONS,
+    make_engine,
+    make_policy,
+    make_pool,
+    policy_settings,
+)
 
 if TYPE_CHECKING:
     from infinigen_jax.engine.engine import Engine
@@ -81,10 +87,7 @@ def check(chosen: list[Configuration], model: "Model") -> None:
 def settings_of(engine: "Engine") -> dict[str, Any]:
     """Return all settings of an engine that its scores depend on, ready for JSON."""
     decoder = engine.decoder
-    policy = dataclasses.asdict(decoder.policy)  # pyright: ignore[reportArgumentType]
-    # JSON has no infinity.
-    policy = {k: "inf" if v == float("inf") else v for k, v in policy.items()}
-    return policy | {
+    return policy_settings(decoder.policy) | {
         "rows": decoder.row_format.name,
         "pool": "all" if decoder.pool is None else decoder.pool.label,
         "dense_layers": decoder.dense_layers,

@@ -66,9 +66,6 @@ def read_text(parameter: str, name: str | Path, most: int = -1) -> str:
 
     Args:
         most: maximum number of characters to read; by default all.
-
-    Raises:
-        ParameterError: the file cannot be read, is not UTF-8, or is empty.
     """
     path = expanded(name)
     try:

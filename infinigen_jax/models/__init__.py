@@ -45,11 +45,7 @@ __all__ = [
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a parsed `config.json`.
-
-    Raises:
-        UnsupportedModelError: for a model_type or a setting that is not implemented.
-    """
+    """Translate a parsed `config.json`; refuse a model_type that is not implemented."""
     name = hf.get("model_type")
     name = ALIASES.get(str(name), name)
     if name not in FAMILIES:

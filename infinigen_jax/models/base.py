@@ -1,8 +1,9 @@
 """Interface of the model families: their configuration and their modules.
 
-A family is one file with two Flax NNX modules, `Layer` and `Embedding`. They are *definitions*: at
-run time their parameters are plain nested dicts (see `Blueprint`), because dispatching a jitted
-function takes 20 us with a dict and about 900 us with `nnx.jit` on a module.
+A family is one file that translates its `config.json` to a `ModelConfig`. All share two Flax NNX
+modules, `Layer` and `Embedding` of `models.llama`, which read it; a family may derive its own. They
+are *definitions*: at run time their parameters are plain nested dicts (see `Blueprint`), because
+dispatching a jitted function takes 20 us with a dict and about 900 us with `nnx.jit` on a module.
 
 Letters in shapes, here and in every einsum of the package: b batch, s sequence, h query heads,
 k KV heads, g query heads per KV head, d head size, r partial columns, n selected rows, t capacity,
@@ -13,19 +14,26 @@ import dataclasses
 import functools
 import importlib
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from infinigen_jax.models.linear import Matrix
 from infinigen_jax.models.packed import part_of, split
 from infinigen_jax.models.rope import Rope, rotation
 from infinigen_jax.models.small_weights import dtype_of, small_dtype
 
+if TYPE_CHECKING:
+    from infinigen_jax.models.llama import Embedding, Layer
+
 Params = dict[str, Any]
+
+PRE_NORMS = ("attention_norm", "mlp_norm")  # of what attention and MLP read
+POST_NORMS = ("attention_post_norm", "mlp_post_norm")  # of what they add to the residual stream
+HEAD_NORMS = ("q_norm", "k_norm")  # of queries and keys
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,11 +47,18 @@ class ModelConfig:
         layer_ropes: rotary embedding of each layer, None for no rotation; empty if all have
             `rope`. Their frequencies do not vary.
         attention_bias, mlp_bias: whether the projections have biases.
+        output_bias: whether the output projection of attention has one with the others.
+        gated: whether the MLP has a gate.
         query_scale: factor on the attention scores; None for the inverse root of the head size.
-        query_growth: see `models.ministral3`.
+        query_growth: factor on the logarithm of the number of original contexts before a token,
+            with which its query grows.
         norm_after_rotation: whether queries and keys are normalised after their rotation.
         attention_softcap, logit_softcap: bounds of the attention scores and of the logits, see
             `ops.attention.soft_capped`; None for none.
+        norms: names of the norms of a layer, of PRE_NORMS, POST_NORMS and HEAD_NORMS.
+        layer_norms: whether norms are of the kind LayerNorm rather than RMSNorm.
+        joint_head_norms: whether HEAD_NORMS apply to all heads of a token together.
+        float32_norms: whether the scales of norms are float32 in every dtype of the weights.
         embedding_scale, residual_scale, logit_divisor: factors on embeddings, on what attention
             and MLP add, and inverse factor on the logits, for families that have them.
         sliding_window: number of tokens, itself included, that a token attends to in
@@ -67,11 +82,17 @@ class ModelConfig:
     mlp_bias: bool
     rope: Rope | None = None
     layer_ropes: tuple[Rope | None, ...] = ()
+    output_bias: bool = True
+    gated: bool = True
     query_scale: float | None = None
     query_growth: float = 0.0
     norm_after_rotation: bool = False
     attention_softcap: float | None = None
     logit_softcap: float | None = None
+    norms: tuple[str, ...] = PRE_NORMS
+    layer_norms: bool = False
+    joint_head_norms: bool = False
+    float32_norms: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_divisor: float = 1.0
@@ -115,72 +136,8 @@ class ModelConfig:
         return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
 
 
-@runtime_checkable
-class Layer(Protocol):
-    """One decoder layer, split where the KV cache is read and where speculation starts.
-
-    x = x + attention_output(attention(query(a), key_value(a)))    a = attention_input(x)
-    x = x + mlp(x)
-
-    `lengths` are the tokens of each sequence in this call of the model, by default up to and
-    including `positions`. Some rotary embeddings depend on them (`rope.rotate`).
-    """
-
-    def attention_input(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
-        """Return the hidden state after the pre-attention norm."""
-        ...
-
-    def query(
-        self,
-        a: Float[Array, "*b e"],
-        positions: Int[Array, "*b"],
-        lengths: Int[Array, "*b"] | None = None,
-    ) -> Float[Array, "*b h d"]:
-        """Return queries as they enter the dot product: `finish_query` of the projection."""
-        ...
-
-    def finish_query(
-        self,
-        projected: Float[Array, "*b w"],
-        positions: Int[Array, "*b"],
-        lengths: Int[Array, "*b"] | None = None,
-    ) -> Float[Array, "*b h d"]:
-        """Apply norm, rotation and scale to projected queries, w = h*d, bias included."""
-        ...
-
-    def key_value(
-        self,
-        a: Float[Array, "*b e"],
-        positions: Int[Array, "*b"],
-        lengths: Int[Array, "*b"] | None = None,
-    ) -> tuple[Float[Array, "*b k d"], Float[Array, "*b k d"]]:
-        """Return keys, after norm and rotation, and values."""
-        ...
-
-    def attention_output(self, o: Float[Array, "*b h d"]) -> Float[Array, "*b e"]:
-        """Apply the output projection."""
-        ...
-
-    def mlp(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
-        """Return the MLP's addition to the residual stream; its norm is included."""
-        ...
-
-
-@runtime_checkable
-class Embedding(Protocol):
-    """Embedding of tokens to hidden states, and of hidden states to logits."""
-
-    def embed(
-        self, tokens: Int[Array, "*b"], positions: Int[Array, "*b"]
-    ) -> Float[Array, "*b e"]: ...
-
-    def logits(self, x: Float[Array, "*b e"]) -> Float[Array, "*b v"]:
-        """Apply the final norm and the output projection; return float32 logits."""
-        ...
-
-
 def family(name: str) -> ModuleType:
-    """Return the module of a family: its Layer, its Embedding and its `config_from_hf`."""
+    """Return the module of a family, which has its `config_from_hf`."""
     return importlib.import_module(f"infinigen_jax.models.{name}")
 
 
@@ -198,7 +155,7 @@ class Blueprint(NamedTuple):
     embedding_graph: Any
     embedding_shapes: Params
 
-    def layer(self, params: Params) -> Layer:
+    def layer(self, params: Params) -> "Layer":
         """Return the module of a layer.
 
         Args:
@@ -224,7 +181,7 @@ class Blueprint(NamedTuple):
         rope = self.config.layer_ropes[number]
         return params | {"rotation": rotation(rope, self.config.head_dim)}
 
-    def embedding(self, params: Params) -> Embedding:
+    def embedding(self, params: Params) -> "Embedding":
         """Return the module of the embedding."""
         return nnx.merge(self.fitted(params).embedding_graph, params)
 
@@ -242,11 +199,11 @@ def blueprint(config: ModelConfig, dtype: Any, weight_dtype: str | None = None) 
         dtype: dtype of parameters and activations; norms, softmax and logits compute in float32.
         weight_dtype: form of the matrices, one of WEIGHT_DTYPES; None for `dtype`.
     """
-    module = family(config.family)
+    modules = vars(family("llama")) | vars(family(config.family))
     dtype = jnp.dtype(dtype)
 
     def made(kind: Any) -> Any:
-        module = kind(config, dtype, nnx.Rngs(0))
+        module = kind(config, dtype)
         if weight_dtype is None:
             return module
         parts = {n: x for n, x in vars(module).items() if isinstance(x, Matrix)}
@@ -258,17 +215,17 @@ def blueprint(config: ModelConfig, dtype: Any, weight_dtype: str | None = None) 
         graph, state = nnx.split(nnx.eval_shape(lambda: made(kind)))
         return graph, nnx.to_pure_dict(state)
 
-    return Blueprint(config, dtype, *split(module.Layer), *split(module.Embedding))
+    return Blueprint(config, dtype, *split(modules["Layer"]), *split(modules["Embedding"]))
 
 
-def random_params(config: ModelConfig, dtype: Any, seed: int = 0) -> Params:
+def random_params(config: ModelConfig, dtype: Any) -> Params:
     """Return random parameters for tests and benchmarks: normal, deviation 1/sqrt(fan in).
 
     Returns:
         `{"embedding": {...}, "layers": [{...}, ...]}` with the shapes of `blueprint`.
     """
     architecture = blueprint(config, dtype)
-    key = jax.random.key(seed)
+    key = jax.random.key(0)
 
     def fill(path: Any, leaf: jax.ShapeDtypeStruct, key: jax.Array) -> Array:
         name = path[-1].key

@@ -1,15 +1,11 @@
 """ERNIE 4.5, dense: LLaMA with neighbouring columns as the pairs of the rotation."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from infinigen_jax.models.base import ModelConfig
-from infinigen_jax.models.hf import positive
-from infinigen_jax.models.llama import Embedding, Layer, relative_from_hf
+from infinigen_jax.models.llama import relative_from_hf
 from infinigen_jax.models.rope_hf import rope_from_hf
-
-__all__ = ["Embedding", "Layer", "config_from_hf"]
 
 DEFAULTS = {
     "num_key_value_heads": 2,
@@ -23,7 +19,6 @@ DEFAULTS = {
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Translate a `config.json` of model_type "ernie4_5"; refuse unsupported settings."""
     hf = DEFAULTS | {**hf}
-    rope = rope_from_hf(hf, positive(hf, "max_position_embeddings"))
-    rope = dataclasses.replace(rope, interleaved=True)
+    rope = rope_from_hf(hf, interleaved=True)
     bias = bool(hf.get("use_bias", False))
     return relative_from_hf(hf, "ernie4_5", attention_bias=bias, mlp_bias=bias, rope=rope)

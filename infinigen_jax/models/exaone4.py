@@ -6,14 +6,11 @@ With sliding windows, layers that attend to all tokens do not rotate queries and
 from collections.abc import Mapping
 from typing import Any
 
-from infinigen_jax.models import olmo2, qwen3
-from infinigen_jax.models.base import ModelConfig
+from infinigen_jax.models.base import HEAD_NORMS, POST_NORMS, ModelConfig
 from infinigen_jax.models.gemma2 import kinds
 from infinigen_jax.models.hf import SLIDING, positive, refuse_unless, sliding_windows
-from infinigen_jax.models.llama import Embedding, relative_from_hf
+from infinigen_jax.models.llama import relative_from_hf
 from infinigen_jax.models.rope_hf import rope_from_hf
-
-__all__ = ["Embedding", "Layer", "config_from_hf"]
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
@@ -22,20 +19,17 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     hf = {"rms_norm_eps": 1e-5, **defaults, **hf}
     window, period = hf["sliding_window"], 1
     if window is None:
-        return relative_from_hf(hf, "exaone4")
+        return relative_from_hf(hf, "exaone4", norms=POST_NORMS + HEAD_NORMS)
     if hf.get("layer_types") is None:
         period = positive(hf, "sliding_window_pattern")
     types = kinds(hf, period)
-    rope = rope_from_hf(hf, positive(hf, "max_position_embeddings"))
+    rope = rope_from_hf(hf)
     refuse_unless(not rope.varies, f"rope type {rope.kind!r} in an exaone4 model with windows")
     return relative_from_hf(
         hf,
         "exaone4",
+        norms=POST_NORMS + HEAD_NORMS,
         rope=rope,
         layer_ropes=tuple(rope if kind == SLIDING else None for kind in types),
         **sliding_windows(hf | {"layer_types": types}, window),
     )
-
-
-class Layer(olmo2.PostNormLayer, qwen3.Layer):
-    """See `models.base.Layer`."""

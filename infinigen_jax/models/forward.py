@@ -9,6 +9,8 @@ from jaxtyping import Array, Float, Int
 from infinigen_jax.models.base import Blueprint, Params
 from infinigen_jax.ops.attention import soft_capped
 
+BLOCK = 64
+
 
 def forward(
     blueprint: Blueprint, params: Params, tokens: Int[Array, "b s"]
@@ -39,24 +41,22 @@ def causal_attention(
     queries: Float[Array, "s h d"],
     keys: Float[Array, "s k d"],
     values: Float[Array, "s k d"],
-    block: int = 64,
     window: int | None = None,
     sinks: int = 0,
     cap: float | None = None,
 ) -> Float[Array, "s h d"]:
     """Compute causal attention of one sequence, by KV head and in blocks of queries.
 
-    A block is small, so that its scores stay in a processor's cache.
+    Scores of a block of BLOCK queries, [h / k, block, s] float32, stay in a processor's cache.
 
     Args:
         queries: scaled queries; query head h reads KV head h // (h / k).
-        block: queries per step; the temporary is [h / k, block, s] float32.
         window: number of tokens, itself included, that a token attends to; None for all.
         sinks: number of first tokens that every token also attends to.
         cap: bound of the scores, see `ops.attention.soft_capped`.
     """
     length, heads, size = queries.shape
-    block = min(block, length)
+    block = min(BLOCK, length)
     blocks = -(-length // block)
     padded = jnp.pad(queries, ((0, blocks * block - length), (0, 0), (0, 0)))
     tiles = padded.reshape(blocks, block, keys.shape[1], -1, size).transpose(2, 0, 3, 1, 4)

@@ -1,18 +1,19 @@
 """Gemma 2: LLaMA with norms on both sides of each block, and soft-capped scores and logits."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
-
-import jax.numpy as jnp
-from flax import nnx
-from jaxtyping import Array, Float, Int
+from typing import Any
 
 from infinigen_jax.models import llama
-from infinigen_jax.models.base import ModelConfig
-from infinigen_jax.models.hf import FULL, SLIDING, per_layer, refuse_unless, sliding_windows
-from infinigen_jax.models.norms import RMSNorm
+from infinigen_jax.models.base import POST_NORMS, PRE_NORMS, ModelConfig
+from infinigen_jax.models.hf import (
+    FULL,
+    SLIDING,
+    per_layer,
+    positive,
+    refuse_unless,
+    sliding_windows,
+)
 from infinigen_jax.models.rope_hf import positive_number
-from infinigen_jax.ops.attention import soft_capped
 
 DEFAULTS = {
     "num_key_value_heads": 4,
@@ -50,48 +51,16 @@ def gemma_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> ModelC
     return llama.relative_from_hf(
         hf | {"hidden_act": activation},
         family,
-        attention_bias=bool(hf.get("attention_bias", False)),
         query_scale=positive_number(hf["query_pre_attn_scalar"], "query_pre_attn_scalar") ** -0.5,
         logit_softcap=_softcap(hf, "final_logit_softcapping"),
+        # They are stored minus 1. In two bytes, 1 + scale would lose most of its digits.
+        float32_norms=True,
+        embedding_scale=positive(hf, "hidden_size") ** 0.5,
         **sliding_windows(hf, hf["sliding_window"]),
-        **settings,
+        **{"norms": PRE_NORMS + POST_NORMS} | settings,
     )
 
 
 def _softcap(hf: Mapping[str, Any], name: str) -> float | None:
     value = hf.get(name)
     return None if value is None else positive_number(value, name)
-
-
-class Layer(llama.Layer):
-    """See `models.base.Layer`. The outputs of attention and MLP are normalised as well.
-
-    Scales of norms are stored minus 1. In two bytes, 1 + scale would lose most of its digits.
-    """
-
-    norm_dtype: ClassVar[Any] = jnp.float32
-
-    def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
-        super().__init__(config, dtype, rngs)
-        norm_dtype = self.norm_dtype or dtype
-        self.attention_post_norm = RMSNorm(config.hidden_size, config.norm_eps, norm_dtype)
-        self.mlp_post_norm = RMSNorm(config.hidden_size, config.norm_eps, norm_dtype)
-
-    def attention_output(self, o: Float[Array, "*b h d"]) -> Float[Array, "*b e"]:
-        return self.attention_post_norm(super().attention_output(o))
-
-    def mlp(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
-        return self.mlp_post_norm(super().mlp(x))
-
-
-class Embedding(llama.Embedding):
-    """See `models.base.Embedding`. Hidden states are scaled by the root of their size."""
-
-    norm_dtype: ClassVar[Any] = jnp.float32
-
-    def embed(self, tokens: Int[Array, "*b"], positions: Int[Array, "*b"]) -> Float[Array, "*b e"]:
-        x = super().embed(tokens, positions)
-        return x * jnp.asarray(self.config.hidden_size**0.5, x.dtype)
-
-    def logits(self, x: Float[Array, "*b e"]) -> Float[Array, "*b v"]:
-        return soft_capped(super().logits(x), self.config.logit_softcap)

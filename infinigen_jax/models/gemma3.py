@@ -7,14 +7,10 @@ text and images (model_type "gemma3") only the language model is read.
 from collections.abc import Mapping
 from typing import Any
 
-from infinigen_jax.models import gemma2, qwen3
-from infinigen_jax.models.base import ModelConfig
-from infinigen_jax.models.gemma2 import Embedding
-from infinigen_jax.models.hf import FULL, SLIDING, positive, refuse_unless
-from infinigen_jax.models.rope import Rope
-from infinigen_jax.models.rope_hf import rope_from_hf
-
-__all__ = ["Embedding", "Layer", "config_from_hf"]
+from infinigen_jax.models import gemma2
+from infinigen_jax.models.base import HEAD_NORMS, POST_NORMS, PRE_NORMS, ModelConfig
+from infinigen_jax.models.hf import FULL, positive, refuse_unless
+from infinigen_jax.models.rope_hf import ropes_by_kind
 
 # Sizes that the configuration of a language model within a larger one leaves out.
 DEFAULTS = {
@@ -25,6 +21,7 @@ DEFAULTS = {
     "num_attention_heads": 8,
     "max_position_embeddings": 131_072,
     "sliding_window_pattern": 6,
+    "rope_theta": 1e6,
     "bos_token_id": 2,
     "eos_token_id": 1,
     "pad_token_id": 0,
@@ -37,30 +34,13 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     softcap = hf.get("attn_logit_softcapping")
     refuse_unless(not softcap, f"attn_logit_softcapping={softcap} in a gemma3 model")
     kinds = gemma2.kinds(hf, positive(hf, "sliding_window_pattern"))
-    ropes = {kind: _rope(hf, kind) for kind in (SLIDING, FULL)}
+    given = hf.get("rope_parameters") or {}
+    refuse_unless(not given or FULL in given, "one rope for all layers of a gemma3 model")
+    local_theta = hf.get("rope_local_base_freq", 1e4)
     return gemma2.gemma_from_hf(
         hf | {"layer_types": kinds},
         "gemma3",
-        rope=ropes[FULL],
-        layer_ropes=tuple(ropes.get(kind) for kind in kinds),
+        norms=PRE_NORMS + POST_NORMS + HEAD_NORMS,
+        **ropes_by_kind(hf, kinds, given, local_theta, "a gemma3 model"),
         max_positions=positive(hf, "max_position_embeddings"),
     )
-
-
-def _rope(hf: Mapping[str, Any], kind: str) -> Rope:
-    """Return the rotary embedding of one kind of layers."""
-    parameters = hf.get("rope_parameters") or {}
-    refuse_unless(not parameters or FULL in parameters, "one rope for all layers of a gemma3 model")
-    settings = parameters.get(kind)
-    positions = positive(hf, "max_position_embeddings")
-    if kind == SLIDING:
-        hf = {"rope_theta": hf.get("rope_local_base_freq", 1e4)}
-    else:
-        hf = {"rope_theta": hf.get("rope_theta", 1e6), "rope_scaling": hf.get("rope_scaling")}
-    rope = rope_from_hf(hf | {"rope_parameters": settings}, positions)
-    refuse_unless(not rope.varies, f"rope type {rope.kind!r} in a gemma3 model")
-    return rope
-
-
-class Layer(gemma2.Layer, qwen3.Layer):
-    """See `models.base.Layer`: the norms of Gemma 2, and those of queries and keys of Qwen 3."""

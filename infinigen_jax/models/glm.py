@@ -3,17 +3,12 @@
 Pairs of the rotation are neighbouring columns, and the gate and up projections are stored joined.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from infinigen_jax.models.base import ModelConfig
-from infinigen_jax.models.hf import positive
 from infinigen_jax.models.llama import relative_from_hf
-from infinigen_jax.models.qwen2 import Embedding, Layer
 from infinigen_jax.models.rope_hf import rope_from_hf
-
-__all__ = ["Embedding", "Layer", "config_from_hf", "glm_from_hf"]
 
 DEFAULTS = {
     "num_key_value_heads": 2,
@@ -29,9 +24,8 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     return glm_from_hf(hf, "glm")
 
 
-def glm_from_hf(hf: Mapping[str, Any], family: str) -> ModelConfig:
+def glm_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> ModelConfig:
     """Return the configuration of a version of GLM-4."""
     hf = DEFAULTS | {**hf}
-    rope = rope_from_hf(hf, positive(hf, "max_position_embeddings"), partial=True)
-    rope = dataclasses.replace(rope, interleaved=True)
-    return relative_from_hf(hf, family, attention_bias=bool(hf["attention_bias"]), rope=rope)
+    rope = rope_from_hf(hf, partial=True, interleaved=True)
+    return relative_from_hf(hf, family, rope=rope, output_bias=False, **settings)

@@ -1,21 +1,12 @@
 """GLM-4-0414 and later, dense: GLM-4 with norms after attention and MLP as well."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
-from infinigen_jax.models import gemma2, qwen2
-from infinigen_jax.models.base import ModelConfig
-from infinigen_jax.models.glm import Embedding, glm_from_hf
-
-__all__ = ["Embedding", "Layer", "config_from_hf"]
+from infinigen_jax.models.base import POST_NORMS, PRE_NORMS, ModelConfig
+from infinigen_jax.models.glm import glm_from_hf
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Translate a `config.json` of model_type "glm4"; refuse unsupported settings."""
-    return glm_from_hf(hf, "glm4")
-
-
-class Layer(gemma2.Layer, qwen2.Layer):
-    """See `models.base.Layer`: the norms of Gemma 2, in the dtype of the weights."""
-
-    norm_dtype: ClassVar[Any] = None
+    return glm_from_hf(hf, "glm4", norms=PRE_NORMS + POST_NORMS)

@@ -85,11 +85,11 @@ def per_layer(hf: Mapping[str, Any], name: str, default: Callable[[int], Any]) -
     return list(values)
 
 
-def common_settings(hf: Mapping[str, Any], *, layers: str, mlp: str) -> dict[str, Any]:
+def common_settings(hf: Mapping[str, Any], *, mlp: str) -> dict[str, Any]:
     """Return sizes and special tokens as keyword arguments of ModelConfig.
 
     Args:
-        layers, mlp: the family's setting names for the number of layers and the MLP width.
+        mlp: the family's name of the setting for the MLP width.
     """
     refuse_foreign_features(hf)
     heads = positive(hf, "num_attention_heads")
@@ -103,7 +103,7 @@ def common_settings(hf: Mapping[str, Any], *, layers: str, mlp: str) -> dict[str
         "vocab_size": vocabulary,
         "hidden_size": hidden,
         "intermediate_size": positive(hf, mlp),
-        "num_layers": positive(hf, layers, most=MOST_LAYERS),
+        "num_layers": positive(hf, "num_hidden_layers", most=MOST_LAYERS),
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,

@@ -5,19 +5,16 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from infinigen_jax.models.base import ModelConfig
+from infinigen_jax.models.base import HEAD_NORMS, PRE_NORMS, ModelConfig
 from infinigen_jax.models.hf import positive, refuse_unless
-from infinigen_jax.models.llama import Embedding, relative_from_hf
-from infinigen_jax.models.qwen3 import Layer
+from infinigen_jax.models.llama import relative_from_hf
 from infinigen_jax.models.rope_hf import positive_number, rope_from_hf
-
-__all__ = ["Embedding", "Layer", "config_from_hf"]
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Translate a `config.json` of model_type "hunyuan_v1_dense"; refuse unsupported settings."""
     hf = {"rms_norm_eps": 1e-5, **hf}
-    rope = rope_from_hf(hf, positive(hf, "max_position_embeddings"))
+    rope = rope_from_hf(hf)
     scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     if rope.kind == "dynamic" and scaling.get("alpha"):
         # A constant that stretches the base, despite the type's name.
@@ -27,7 +24,5 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         theta = rope.theta * alpha ** (dim / max(1, dim - 2))
         refuse_unless(1 < theta < math.inf, f"rope alpha {alpha:g}")
         rope = dataclasses.replace(rope, kind="default", theta=theta, factor=1.0)
-    bias = bool(hf.get("attention_bias", False))
-    return relative_from_hf(
-        hf, "hunyuan_v1_dense", attention_bias=bias, rope=rope, norm_after_rotation=True
-    )
+    settings = {"norms": PRE_NORMS + HEAD_NORMS, "norm_after_rotation": True}
+    return relative_from_hf(hf, "hunyuan_v1_dense", rope=rope, **settings)

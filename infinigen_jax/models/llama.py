@@ -4,19 +4,20 @@ Related families reuse these modules; their files describe only the differences.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from infinigen_jax.models.base import ModelConfig
+from infinigen_jax.models.base import HEAD_NORMS, ModelConfig
 from infinigen_jax.models.hf import LARGEST, common_settings, refuse_sliding_windows, refuse_unless
 from infinigen_jax.models.linear import Linear, TokenTable
-from infinigen_jax.models.norms import RMSNorm
+from infinigen_jax.models.norms import norm_of
 from infinigen_jax.models.rope import Rotation, rotate
 from infinigen_jax.models.rope_hf import rope_from_hf, stretched_positions
+from infinigen_jax.ops.attention import soft_capped
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -32,12 +33,7 @@ ACTIVATIONS = {
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Translate a `config.json` of model_type "llama"; refuse unsupported settings by name."""
     refuse_sliding_windows(hf)
-    return relative_from_hf(
-        hf,
-        "llama",
-        attention_bias=bool(hf.get("attention_bias", False)),
-        mlp_bias=bool(hf.get("mlp_bias", False)),
-    )
+    return relative_from_hf(hf, "llama")
 
 
 def relative_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> ModelConfig:
@@ -46,15 +42,15 @@ def relative_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> Mod
     Args:
         settings: settings of ModelConfig that the family reads in its own way.
     """
-    common = common_settings(hf, layers="num_hidden_layers", mlp="intermediate_size")
+    common = common_settings(hf, mlp="intermediate_size")
     activation = hf.get("hidden_act", "silu")
     refuse_unless(activation in ACTIVATIONS, f"hidden_act {activation!r}")
-    rope = settings.get("rope") or rope_from_hf(hf, common["max_positions"])
+    rope = settings.get("rope") or rope_from_hf(hf)
     refuse_unless(rope.fits(common["head_dim"]), f"rope type {rope.kind!r} for heads of its size")
     common["max_positions"] = most = stretched_positions(rope, common["max_positions"])
     refuse_unless(most <= LARGEST, f"a context of {most} tokens")
-    defaults = {"attention_bias": False, "mlp_bias": False, "rope": rope}
-    settings = defaults | common | settings
+    biases = {name: bool(hf.get(name, False)) for name in ("attention_bias", "mlp_bias")}
+    settings = biases | {"rope": rope} | common | settings
     if settings.get("sliding_window", 0) >= settings["max_positions"]:
         # Treat it as no window: such layers are cached on the host like any other.
         settings |= {"sliding_window": None, "sliding_layers": ()}
@@ -67,31 +63,50 @@ def relative_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> Mod
     )
 
 
-class Layer(nnx.Module):
-    """See `models.base.Layer`.
+Norm = Callable[[Array], Array] | None
 
-    Attributes:
-        norm_dtype: dtype of the scales of norms; None for that of the weights.
+
+class Layer(nnx.Module):
+    """One decoder layer, split where the KV cache is read and where speculation starts.
+
+    x = x + attention_output(attention(query(a), key_value(a)))    a = attention_input(x)
+    x = x + mlp(x)
+
+    `lengths` are the tokens of each sequence in this call of the model, by default up to and
+    including `positions`. Some rotary embeddings depend on them (`rope.rotate`).
+
+    Its norms are those of `ModelConfig.norms`.
     """
 
-    norm_dtype: ClassVar[Any] = None
+    attention_norm: Norm = None
+    attention_post_norm: Norm = None
+    q_norm: Norm = None
+    k_norm: Norm = None
+    mlp_norm: Norm = None
+    mlp_post_norm: Norm = None
 
-    def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, dtype: Any):
         c = config
         query_width, kv_width = c.query_width, 2 * c.num_kv_heads * c.head_dim
-        self.attention_norm = RMSNorm(c.hidden_size, c.norm_eps, self.norm_dtype or dtype)
         self.q = Linear(c.hidden_size, query_width, c.attention_bias, dtype)
         self.kv = Linear(c.hidden_size, kv_width, c.attention_bias, dtype)
-        self.o = Linear(query_width, c.hidden_size, c.attention_bias, dtype)
-        self.mlp_norm = RMSNorm(c.hidden_size, c.norm_eps, self.norm_dtype or dtype)
-        self.gate_up = Linear(c.hidden_size, 2 * c.intermediate_size, c.mlp_bias, dtype)
+        self.o = Linear(query_width, c.hidden_size, c.attention_bias and c.output_bias, dtype)
+        if c.gated:
+            self.gate_up = Linear(c.hidden_size, 2 * c.intermediate_size, c.mlp_bias, dtype)
+        else:
+            self.up = Linear(c.hidden_size, c.intermediate_size, c.mlp_bias, dtype)
         self.down = Linear(c.intermediate_size, c.hidden_size, c.mlp_bias, dtype)
+        head_sizes = (query_width, kv_width // 2) if c.joint_head_norms else (c.head_dim,) * 2
+        sizes: dict[str, int] = dict(zip(HEAD_NORMS, head_sizes, strict=True))
+        for name in c.norms:
+            setattr(self, name, norm_of(sizes.get(name, c.hidden_size), c, dtype))
         if c.layer_ropes:
             self.rotation = Rotation(c.head_dim)
         self.config = config
 
     def attention_input(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
-        return self.attention_norm(x)
+        """Return the hidden state after the pre-attention norm."""
+        return _normed(self.attention_norm, x)
 
     def query(
         self,
@@ -99,6 +114,7 @@ class Layer(nnx.Module):
         positions: Int[Array, "*b"],
         lengths: Int[Array, "*b"] | None = None,
     ) -> Float[Array, "*b h d"]:
+        """Return queries as they enter the dot product: `finish_query` of the projection."""
         return self.finish_query(self.q(a), positions, lengths)
 
     def finish_query(
@@ -107,10 +123,17 @@ class Layer(nnx.Module):
         positions: Int[Array, "*b"],
         lengths: Int[Array, "*b"] | None = None,
     ) -> Float[Array, "*b h d"]:
+        """Apply norm, rotation and scale to projected queries, w = h*d, bias included."""
         c = self.config
         q = projected.reshape(*projected.shape[:-1], c.num_heads, c.head_dim)
-        q = self.placed(q, self.normed_query, positions, lengths)
-        return q * jnp.asarray(c.scale, q.dtype)
+        q = self.placed(q, self.q_norm, positions, lengths)
+        q = q * jnp.asarray(c.scale, q.dtype)
+        if not c.query_growth:
+            return q
+        assert c.rope is not None
+        contexts = (positions // c.rope.original_positions).astype(jnp.float32)
+        growth = 1 + c.query_growth * jnp.log1p(contexts)
+        return q * growth[..., None, None].astype(q.dtype)
 
     def key_value(
         self,
@@ -118,72 +141,85 @@ class Layer(nnx.Module):
         positions: Int[Array, "*b"],
         lengths: Int[Array, "*b"] | None = None,
     ) -> tuple[Float[Array, "*b k d"], Float[Array, "*b k d"]]:
+        """Return keys, after norm and rotation, and values."""
         c = self.config
         kv = self.kv(a).reshape(*a.shape[:-1], 2 * c.num_kv_heads, c.head_dim)
         key, value = jnp.split(kv, 2, axis=-2)
-        return self.placed(key, self.normed_key, positions, lengths), value
+        return self.placed(key, self.k_norm, positions, lengths), value
 
     def placed(
         self,
         x: Float[Array, "*b heads d"],
-        norm: Callable[[Array], Array],
+        norm: Norm,
         positions: Int[Array, "*b"],
         lengths: Int[Array, "*b"] | None,
     ) -> Float[Array, "*b heads d"]:
         """Apply the family's norm and the rotary embedding, in the family's order."""
         if self.config.norm_after_rotation:
-            return norm(self.rotated(x, positions, lengths))
-        return self.rotated(norm(x), positions, lengths)
+            return self.normed_heads(norm, self.rotated(x, positions, lengths))
+        return self.rotated(self.normed_heads(norm, x), positions, lengths)
+
+    def normed_heads(self, norm: Norm, x: Float[Array, "*b heads d"]) -> Float[Array, "*b heads d"]:
+        """Apply the norm, to each head or to all together."""
+        if not self.config.joint_head_norms:
+            return _normed(norm, x)
+        return _normed(norm, x.reshape(*x.shape[:-2], -1)).reshape(x.shape)
 
     def rotated(
         self,
         x: Float[Array, "*b heads d"],
         positions: Int[Array, "*b"],
-        lengths: Int[Array, "*b"] | None = None,
+        lengths: Int[Array, "*b"] | None,
     ) -> Float[Array, "*b heads d"]:
-        """Apply the rotary embedding of the layer."""
+        """Apply the rotary embedding of the layer, if it has one."""
         if self.config.layer_ropes:
             return self.rotation(x, positions)
-        assert self.config.rope is not None
-        return rotate(x, positions, self.config.rope, lengths)
-
-    def normed_query(self, q: Float[Array, "*b h d"]) -> Float[Array, "*b h d"]:
-        """Return the normalised query; families with a query norm override it."""
-        return q
-
-    def normed_key(self, key: Float[Array, "*b k d"]) -> Float[Array, "*b k d"]:
-        """Return the normalised key; families with a key norm override it."""
-        return key
+        rope = self.config.rope
+        return x if rope is None else rotate(x, positions, rope, lengths)
 
     def attention_output(self, o: Float[Array, "*b h d"]) -> Float[Array, "*b e"]:
-        return self.o(o.reshape(*o.shape[:-2], -1))
+        """Return attention's addition to the residual stream, from the heads' outputs."""
+        y = self.o(o.reshape(*o.shape[:-2], -1))
+        return _scaled(_normed(self.attention_post_norm, y), self.config.residual_scale)
 
     def mlp(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
-        return self.feed_forward(self.mlp_norm(x))
+        """Return the MLP's addition to the residual stream; its norms are included."""
+        y = self.feed_forward(_normed(self.mlp_norm, x))
+        return _scaled(_normed(self.mlp_post_norm, y), self.config.residual_scale)
 
     def feed_forward(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
-        """Return the gated MLP of normalised hidden states."""
+        """Return the MLP of normalised hidden states."""
+        activation = ACTIVATIONS[self.config.activation]
+        if not self.config.gated:
+            return self.down(activation(self.up(x)))
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(ACTIVATIONS[self.config.activation](gate) * up)
+        return self.down(activation(gate) * up)
+
+
+def _normed(norm: Norm, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
+    return x if norm is None else norm(x)
+
+
+def _scaled(x: Float[Array, "*b e"], factor: float) -> Float[Array, "*b e"]:
+    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
 
 
 class Embedding(nnx.Module):
-    """See `models.base.Embedding`, and `Layer` for `norm_dtype`."""
+    """Embedding of tokens to hidden states, and of hidden states to logits."""
 
-    norm_dtype: ClassVar[Any] = None
-
-    def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, dtype: Any):
         c = config
         self.tokens = TokenTable(c.vocab_size, c.hidden_size, dtype)
-        self.norm = RMSNorm(c.hidden_size, c.norm_eps, self.norm_dtype or dtype)
+        self.norm = norm_of(c.hidden_size, c, dtype)
         if not c.tie_embeddings:
             self.head = Linear(c.hidden_size, c.vocab_size, False, dtype)
         self.config = config
 
     def embed(self, tokens: Int[Array, "*b"], positions: Int[Array, "*b"]) -> Float[Array, "*b e"]:
-        return self.tokens(tokens)
+        return _scaled(self.tokens(tokens), self.config.embedding_scale)
 
     def logits(self, x: Float[Array, "*b e"]) -> Float[Array, "*b v"]:
-        x = self.norm(x)
-        y = self.tokens.attend(x) if self.config.tie_embeddings else self.head(x)
-        return y.astype(jnp.float32)
+        """Apply the final norm and the output projection; return float32 logits, bounded."""
+        c, x = self.config, self.norm(x)
+        y = self.tokens.attend(x) if c.tie_embeddings else self.head(x)
+        return soft_capped(y.astype(jnp.float32) / c.logit_divisor, c.logit_softcap)

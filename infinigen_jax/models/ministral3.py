@@ -3,16 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
-
-from infinigen_jax.models import llama
 from infinigen_jax.models.base import ModelConfig
-from infinigen_jax.models.hf import positive, refuse_unless, sliding_windows
-from infinigen_jax.models.llama import Embedding
+from infinigen_jax.models.hf import refuse_unless, sliding_windows
+from infinigen_jax.models.llama import relative_from_hf
 from infinigen_jax.models.rope_hf import positive_number, rope_from_hf
-
-__all__ = ["Embedding", "Layer", "config_from_hf"]
 
 ROPE = {
     "rope_type": "yarn",
@@ -31,29 +25,13 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     scaling = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
     hf = hf | {"layer_types": None} | ({} if scaling else {"rope_parameters": ROPE})
     beta = (scaling or ROPE).get("llama_4_scaling_beta")
-    rope = rope_from_hf(hf, positive(hf, "max_position_embeddings"))
+    rope = rope_from_hf(hf)
     known = rope.kind in ("llama3", "yarn")  # which have an original context
     refuse_unless(known or not beta, f"llama_4_scaling_beta with rope type {rope.kind!r}")
-    return llama.relative_from_hf(
+    return relative_from_hf(
         hf,
         "ministral3",
         rope=rope,
         query_growth=positive_number(beta, "llama_4_scaling_beta") if beta else 0.0,
         **sliding_windows(hf, hf.get("sliding_window")),
     )
-
-
-class Layer(llama.Layer):
-    """See `models.base.Layer`."""
-
-    def finish_query(
-        self,
-        projected: Float[Array, "*b w"],
-        positions: Int[Array, "*b"],
-        lengths: Int[Array, "*b"] | None = None,
-    ) -> Float[Array, "*b h d"]:
-        query = super().finish_query(projected, positions, lengths)
-        assert self.config.rope is not None
-        contexts = (positions // self.config.rope.original_positions).astype(jnp.float32)
-        growth = 1 + self.config.query_growth * jnp.log1p(contexts)
-        return query * growth[..., None, None].astype(query.dtype)

@@ -5,9 +5,7 @@ from typing import Any
 
 from infinigen_jax.models.base import ModelConfig
 from infinigen_jax.models.hf import FULL, refuse_unless, sliding_windows
-from infinigen_jax.models.llama import Embedding, Layer, relative_from_hf
-
-__all__ = ["Embedding", "Layer", "config_from_hf"]
+from infinigen_jax.models.llama import relative_from_hf
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:

@@ -11,13 +11,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from infinigen_jax.models.base import ModelConfig
+
 
 class RMSNorm(nnx.Module):
     """x / sqrt(mean(x^2) + epsilon) * scale, over the last axis; result in x's dtype."""
 
-    def __init__(self, size: int, epsilon: float, dtype: Any):
-        self.scale = nnx.Param(jnp.ones(size, dtype))
-        self.epsilon = epsilon
+    def __init__(self, size: int, config: ModelConfig, dtype: Any):
+        self.scale = nnx.Param(jnp.ones(size, jnp.float32 if config.float32_norms else dtype))
+        self.epsilon = config.norm_eps
 
     def __call__(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
         y = x.astype(jnp.float32)
@@ -28,10 +30,10 @@ class RMSNorm(nnx.Module):
 class LayerNorm(nnx.Module):
     """(x - mean) / sqrt(variance + epsilon) * scale + bias, over the last axis."""
 
-    def __init__(self, size: int, epsilon: float, dtype: Any):
+    def __init__(self, size: int, config: ModelConfig, dtype: Any):
         self.scale = nnx.Param(jnp.ones(size, dtype))
         self.bias = nnx.Param(jnp.zeros(size, dtype))
-        self.epsilon = epsilon
+        self.epsilon = config.norm_eps
 
     def __call__(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
         y = x.astype(jnp.float32)
@@ -39,6 +41,11 @@ class LayerNorm(nnx.Module):
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.epsilon)
         y = y * _over_last(self.scale[...], y) + _over_last(self.bias[...], y)
         return y.astype(x.dtype)
+
+
+def norm_of(size: int, config: ModelConfig, dtype: Any) -> RMSNorm | LayerNorm:
+    """Return a norm of the family's kind."""
+    return (LayerNorm if config.layer_norms else RMSNorm)(size, config, dtype)
 
 
 def _over_last(parameter: Array, x: Array) -> Array:

@@ -10,18 +10,17 @@ from typing import Any
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from infinigen_jax.models import arcee, llama
+from infinigen_jax.models import llama
 from infinigen_jax.models.base import ModelConfig
 from infinigen_jax.models.hf import common_settings, refuse_sliding_windows, refuse_unless
 from infinigen_jax.models.llama import ACTIVATIONS
-from infinigen_jax.models.norms import LayerNorm
 
 POSITION_OFFSET = 2  # rows 0 and 1 of OPT's position table are not positions
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Translate a `config.json` of model_type "opt"; refuse unsupported settings by name."""
-    settings = common_settings(hf, layers="num_hidden_layers", mlp="ffn_dim")
+    settings = common_settings(hf, mlp="ffn_dim")
     refuse_sliding_windows(hf)
     refuse_unless(hf.get("do_layer_norm_before", True), "do_layer_norm_before=false (opt-350m)")
     projected = hf.get("word_embed_proj_dim") or settings["hidden_size"]
@@ -37,6 +36,8 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         family="opt",
         norm_eps=1e-5,
         activation=activation,
+        gated=False,
+        layer_norms=True,
         attention_bias=bool(hf.get("enable_bias", True)),
         mlp_bias=bool(hf.get("enable_bias", True)),
         tie_embeddings=bool(hf.get("tie_word_embeddings", True)),
@@ -44,32 +45,14 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-class Layer(arcee.Layer):
-    """See `models.base.Layer`."""
-
-    def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
-        super().__init__(config, dtype, rngs)
-        self.attention_norm = LayerNorm(config.hidden_size, config.norm_eps, dtype)
-        self.mlp_norm = LayerNorm(config.hidden_size, config.norm_eps, dtype)
-
-    def rotated(
-        self,
-        x: Float[Array, "*b heads d"],
-        positions: Int[Array, "*b"],
-        lengths: Int[Array, "*b"] | None = None,
-    ) -> Float[Array, "*b heads d"]:
-        return x
-
-
 class Embedding(llama.Embedding):
-    """See `models.base.Embedding`."""
+    """See `llama.Embedding`."""
 
-    def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
-        super().__init__(config, dtype, rngs)
-        kind = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
+    def __init__(self, config: ModelConfig, dtype: Any):
+        super().__init__(config, dtype)
+        kind = {"dtype": dtype, "param_dtype": dtype, "rngs": nnx.Rngs(0)}
         positions = config.max_positions + POSITION_OFFSET
         self.positions = nnx.Embed(positions, config.hidden_size, **kind)
-        self.norm = LayerNorm(config.hidden_size, config.norm_eps, dtype)
 
     def embed(self, tokens: Int[Array, "*b"], positions: Int[Array, "*b"]) -> Float[Array, "*b e"]:
         return self.tokens(tokens) + self.positions(positions + POSITION_OFFSET)

@@ -3,35 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from flax import nnx
-from jaxtyping import Array, Float
-
 from infinigen_jax.models import llama
-from infinigen_jax.models.base import ModelConfig
-from infinigen_jax.models.llama import Embedding
-from infinigen_jax.models.norms import RMSNorm
+from infinigen_jax.models.base import HEAD_NORMS, PRE_NORMS, ModelConfig
 from infinigen_jax.models.qwen2 import qwen_windows
-
-__all__ = ["Embedding", "Layer", "config_from_hf"]
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Translate a `config.json` of model_type "qwen3"; refuse unsupported settings."""
-    bias = bool(hf.get("attention_bias", False))
     hf = {"head_dim": 128, **hf}
-    return llama.relative_from_hf(hf, "qwen3", attention_bias=bias, **qwen_windows(hf))
-
-
-class Layer(llama.Layer):
-    """See `models.base.Layer`. The norms apply to each head, with one scale for all heads."""
-
-    def __init__(self, config: ModelConfig, dtype: Any, rngs: nnx.Rngs):
-        super().__init__(config, dtype, rngs)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps, self.norm_dtype or dtype)
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps, self.norm_dtype or dtype)
-
-    def normed_query(self, q: Float[Array, "*b h d"]) -> Float[Array, "*b h d"]:
-        return self.q_norm(q)
-
-    def normed_key(self, key: Float[Array, "*b k d"]) -> Float[Array, "*b k d"]:
-        return self.k_norm(key)
+    norms = PRE_NORMS + HEAD_NORMS
+    return llama.relative_from_hf(hf, "qwen3", norms=norms, **qwen_windows(hf))

@@ -1,23 +1,24 @@
 """Reader of the rotary embedding in Hugging Face's `config.json`."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from infinigen_jax.errors import UnsupportedModelError
-from infinigen_jax.models.hf import positive, refuse_unless
+from infinigen_jax.models.hf import FULL, SLIDING, positive, refuse_unless
 from infinigen_jax.models.rope import KINDS, Rope
 
 
-def rope_from_hf(hf: Mapping[str, Any], positions: int, partial: bool = False) -> Rope:
+def rope_from_hf(
+    hf: Mapping[str, Any], *, partial: bool = False, interleaved: bool = False
+) -> Rope:
     """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
 
     Args:
         partial: whether the family may rotate only a part of each head.
-
-    Raises:
-        UnsupportedModelError: names the kind or setting that is not implemented.
+        interleaved: see `Rope`.
     """
+    positions = positive(hf, "max_position_embeddings")
     former, settings = (dict(hf.get(n) or {}) for n in ("rope_scaling", "rope_parameters"))
     same = not (former and settings) or _kind(former) == _kind(settings)
     same = same and all(former[name] == settings[name] for name in former.keys() & settings.keys())
@@ -36,12 +37,8 @@ def rope_from_hf(hf: Mapping[str, Any], positions: int, partial: bool = False) -
     theta = settings.get("rope_theta") or hf.get("rope_theta") or 10000.0
     theta = positive_number(theta, "rope_theta")
     refuse_unless(theta > 1, f"rope_theta {theta:g}")
-    original = int(
-        hf.get("original_max_position_embeddings")
-        or settings.get("original_max_position_embeddings")
-        or positions
-    )
     name = "original_max_position_embeddings"
+    original = int(hf.get(name) or settings.get(name) or positions)
     positive({name: original}, name)
     read = {
         "linear": _stretched,
@@ -56,7 +53,34 @@ def rope_from_hf(hf: Mapping[str, Any], positions: int, partial: bool = False) -
         raise UnsupportedModelError(
             f"config.json: rope type {kind!r} without its setting {missing}"
         ) from None
-    return Rope(theta=theta, kind=kind, share=share, **scaling)
+    return Rope(theta=theta, kind=kind, share=share, interleaved=interleaved, **scaling)
+
+
+def ropes_by_kind(
+    hf: Mapping[str, Any],
+    kinds: Sequence[str],
+    given: Mapping[str, Any],
+    window_theta: float,
+    model: str,
+) -> dict[str, Any]:
+    """Return `rope` and `layer_ropes` of ModelConfig, if layers with a window have another rope.
+
+    Args:
+        kinds: kind of each layer.
+        given: `rope_parameters` of each kind.
+        window_theta: base in layers with a window; their frequencies are not scaled.
+        model: name of such a model, for an error.
+    """
+    former = {
+        SLIDING: {"rope_theta": window_theta},
+        FULL: {"rope_theta": hf.get("rope_theta"), "rope_scaling": hf.get("rope_scaling")},
+    }
+    ropes = {}
+    for kind, settings in former.items():
+        settings |= {"max_position_embeddings": hf.get("max_position_embeddings")}
+        ropes[kind] = rope = rope_from_hf(settings | {"rope_parameters": given.get(kind)})
+        refuse_unless(not rope.varies, f"rope type {rope.kind!r} in {model}")
+    return {"rope": ropes[FULL], "layer_ropes": tuple(map(ropes.get, kinds))}
 
 
 def _kind(settings: Mapping[str, Any]) -> str:

@@ -4,18 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from infinigen_jax.models.base import ModelConfig
-from infinigen_jax.models.hf import (
-    FULL,
-    SLIDING,
-    per_layer,
-    positive,
-    refuse_unless,
-    sliding_windows,
-)
-from infinigen_jax.models.llama import Embedding, Layer, relative_from_hf
+from infinigen_jax.models.hf import FULL, SLIDING, per_layer, refuse_unless, sliding_windows
+from infinigen_jax.models.llama import relative_from_hf
 from infinigen_jax.models.rope_hf import rope_from_hf
-
-__all__ = ["Embedding", "Layer", "config_from_hf"]
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
@@ -26,13 +17,11 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     rotates = per_layer(hf, "no_rope_layers", lambda i: (i + 1) % interval != 0)
     window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
     kinds = [SLIDING if window and not rotated else FULL for rotated in rotates]
-    rope = rope_from_hf(hf, positive(hf, "max_position_embeddings"))
+    rope = rope_from_hf(hf)
     refuse_unless(not rope.varies, f"rope type {rope.kind!r} in a smollm3 model")
     return relative_from_hf(
         hf,
         "smollm3",
-        attention_bias=bool(hf.get("attention_bias", False)),
-        mlp_bias=bool(hf.get("mlp_bias", False)),
         layer_ropes=tuple(rope if rotated else None for rotated in rotates),
         **sliding_windows({**hf, "layer_types": hf.get("layer_types") or kinds}, window),
     )

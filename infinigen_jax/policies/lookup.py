@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from infinigen_jax.models.base import Layer, ModelConfig, Params
+from infinigen_jax.models.base import ModelConfig, Params
+from infinigen_jax.models.llama import Layer
 
 
 class Attended(NamedTuple):

@@ -13,7 +13,7 @@ from infinigen_jax.cache.pool import held
 from infinigen_jax.cache.row_format import RowFormat
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.models import Params
-from infinigen_jax.models.base import Layer
+from infinigen_jax.models.llama import Layer
 from infinigen_jax.ops.bit_storage import from_kept
 from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill.attention import attend_chunk

@@ -1,14 +1,13 @@
 """Text of one answer: pieces that are final, cut at stop strings, with their log-probabilities."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher
 
 from infinigen_jax.engine.results import Choice
-from infinigen_jax.text.detokenize import TextStream
+from infinigen_jax.server.job import Job
+from infinigen_jax.text.detokenize import MOST_HELD, TextStream
 from infinigen_jax.text.stops import StopFilter
 
 
@@ -49,37 +48,27 @@ class Piece:
 class Answer:
     """An answer in progress.
 
-    Args:
-        context: tokens that the answer's text continues.
-
     Attributes:
+        number: number of the answer among those of its request.
         tokens: tokens drawn so far, including one that ended the answer.
         matcher: matcher of the tokens that may follow; None if all may.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        number: int,
-        most: int,
-        stops: Sequence[str],
-        ends: frozenset[int],
-        matcher: LLMatcher | None = None,
-        context: Sequence[int] = (),
-    ):
+    def __init__(self, tokenizer: Any, job: Job, number: int):
+        self.job, self.number = job, number
         self.tokens: list[int] = []
-        self.matcher = matcher
-        self._number, self._most, self._ends = number, most, ends
-        self._stream, self._filter = TextStream(tokenizer, context), StopFilter(stops)
+        self.matcher = None if job.matcher is None else job.matcher.deep_copy()
+        context = job.tokens[-MOST_HELD:] if job.continues else ()
+        self._stream, self._filter = TextStream(tokenizer, context), StopFilter(job.stop)
         self._received, self._sent = 0, 0  # characters before and after the filter
         self._scores: list[TokenScore] = []
 
     def push(self, token: int, choice: Choice | None = None) -> Piece:
         """Append a token and return the text that is final; the last piece has a `finish`."""
         self.tokens.append(token)
-        ended = token in self._ends
+        ended = token in self.job.ends
         complete = ended or self._completes(token)
-        last = complete or len(self.tokens) == self._most
+        last = complete or len(self.tokens) == self.job.most
         if choice is not None and not ended:
             self._scores.append(TokenScore(token, choice, self._received))
         piece = "" if ended else self._stream.push([token])
@@ -103,4 +92,4 @@ class Answer:
         # Tokens without text of their own belong to the text before them.
         count = len(self._scores) if self._sent == self._received else begun
         ready, self._scores = self._scores[:count], self._scores[count:]
-        return Piece(self._number, text, tuple(ready), finish, self.tokens[-1])
+        return Piece(self.number, text, tuple(ready), finish, self.tokens[-1])

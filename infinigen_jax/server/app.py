@@ -294,12 +294,9 @@ class Exchange:
         finally:
             gone.cancel()
             if left:
-                self._cancel()
+                for job in self.jobs:
+                    self._scheduler.cancel(job)
 
     async def _gone(self) -> None:
         while (await self._request.receive())["type"] != "http.disconnect":
             pass
-
-    def _cancel(self) -> None:
-        for job in self.jobs:
-            self._scheduler.cancel(job)

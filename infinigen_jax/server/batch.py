@@ -22,8 +22,9 @@ from infinigen_jax.engine.results import Choice, choices_of
 from infinigen_jax.engine.sampler import Drawn, Sampler
 from infinigen_jax.prefill.prefill import empty_cache
 from infinigen_jax.sampling import LogProbs
+from infinigen_jax.server.answer import Answer
 from infinigen_jax.server.grammar import allowed_tokens
-from infinigen_jax.server.job import Job, Running
+from infinigen_jax.server.job import Job
 from infinigen_jax.server.limits import Limits
 from infinigen_jax.server.metrics import Metrics
 from infinigen_jax.settings.sampling import MOST_LOG_PROBS, Sampling
@@ -42,7 +43,7 @@ class NewToken(NamedTuple):
     """
 
     sequence: int
-    answer: Running
+    answer: Answer
     token: int
     choice: Choice | None
     heat: np.ndarray | None
@@ -64,7 +65,7 @@ class ServedBatch(abc.ABC):
     live: OpenBatch
 
     def __init__(self, engine: Engine, limits: Limits, metrics: Metrics):
-        self.running: dict[int, Running] = {}
+        self.running: dict[int, Answer] = {}
         self._engine, self._metrics = engine, metrics
         self._heat_maps = limits.heat_maps
         batch, runtime = limits.batch, engine.runtime
@@ -97,22 +98,18 @@ class ServedBatch(abc.ABC):
             idle = idle[1:]  # its answer moves to the first place
         return int(idle[0]) if len(idle) and self.live.can_join else None
 
-    def join(self, sequence: int, reading: Reading, running: Running, number: int) -> None:
-        """Give a free sequence to an answer of a complete prompt.
-
-        Args:
-            number: number of the answer among those of the prompt.
-        """
-        job = running.job
-        sampler = self._sampler_of([job.sampling], [job.tokens], [number])
-        single = self._begin(reading, running, sampler)
+    def join(self, sequence: int, reading: Reading, answer: Answer) -> None:
+        """Give a free sequence to an answer of a complete prompt."""
+        job = answer.job
+        sampler = self._sampler_of([job.sampling], [job.tokens], [answer.number])
+        single = self._begin(reading, answer, sampler)
         if self.running or job.answers > 1:
             self._widen()
             self.live.join(sequence, single)
             self._sampler.replace(sequence, sampler)
         else:  # in place 0, the first of an idle batch
             self._be_alone(single, sampler)
-        self.running[sequence] = running
+        self.running[sequence] = answer
 
     def leave(self, sequence: int) -> None:
         """Make a sequence free."""
@@ -126,9 +123,9 @@ class ServedBatch(abc.ABC):
         """Decode an answer that is alone in a batch of one, while no other is about to join."""
         alone = self.live is self._whole and len(self.running) == 1
         if alone and len(self._whole.active) > 1 and self.live.can_join:
-            ((sequence, running),) = self.running.items()
+            ((sequence, answer),) = self.running.items()
             self._narrow(sequence)
-            self.running = {0: running}
+            self.running = {0: answer}
 
     def _narrow(self, sequence: int) -> None:
         """Move a sequence of the whole batch to the batch of one."""
@@ -176,7 +173,7 @@ class ServedBatch(abc.ABC):
         self.leave(0)
 
     @abc.abstractmethod
-    def _begin(self, reading: Reading, running: Running, sampler: Sampler) -> Single:
+    def _begin(self, reading: Reading, answer: Answer, sampler: Sampler) -> Single:
         """Return the sequence of a complete prompt; its sampler may draw a token."""
 
     @abc.abstractmethod
@@ -204,7 +201,7 @@ class ServedBatch(abc.ABC):
         vocabulary = self._engine.model.config.vocab_size
         return Sampler(self._engine.mesh, vocabulary, sampling, prompts, streams)
 
-    def _count_rows(self, counts: Counts, running: dict[int, Running], cached: np.ndarray) -> None:
+    def _count_rows(self, counts: Counts, running: dict[int, Answer], cached: np.ndarray) -> None:
         """Add the rows that a step after `cached` tokens fetched to its requests."""
         moved = np.asarray(counts.moved)
         for sequence, each in running.items():
@@ -223,10 +220,10 @@ class Unread(NamedTuple):
 
     counts: Counts
     records: Sequence[Any]
-    running: dict[int, Running]
+    running: dict[int, Answer]
     cached: np.ndarray
 
-    def heat(self, answer: Running) -> np.ndarray | None:
+    def heat(self, answer: Answer) -> np.ndarray | None:
         """Return the heat map of an answer; None if there is none, or it was not watched."""
         for sequence, each in self.running.items():
             if each is answer:
@@ -266,14 +263,14 @@ class SteppedBatch(ServedBatch):
 
     def _allowed(self) -> np.ndarray | None:
         """Return the tokens that each sequence may draw; None if each may draw all tokens."""
-        answers = {sequence: each.answer for sequence, each in self.running.items()}
-        matchers = {sequence: a.matcher for sequence, a in answers.items() if a.matcher is not None}
+        answers = self.running.items()
+        matchers = {sequence: a.matcher for sequence, a in answers if a.matcher is not None}
         if not matchers:
             return None
         return allowed_tokens(matchers, *self.live.logits.shape)
 
-    def _begin(self, reading: Reading, running: Running, sampler: Sampler) -> Single:
-        return reading.single(running.job.budget)
+    def _begin(self, reading: Reading, answer: Answer, sampler: Sampler) -> Single:
+        return reading.single(answer.job.budget)
 
     def _try_begin(self, reading: Reading) -> Single:
         return reading.single()
@@ -302,7 +299,7 @@ class RoundBatch(ServedBatch):
 
     def __init__(self, engine: Engine, limits: Limits, metrics: Metrics):
         super().__init__(engine, limits, metrics)
-        self._first: list[tuple[Running, Drawn]] = []
+        self._first: list[tuple[Answer, Drawn]] = []
 
     def advance(self) -> Iterator[NewToken]:
         """Yield the first tokens of new answers, then the tokens of a round."""
@@ -329,7 +326,7 @@ class RoundBatch(ServedBatch):
                         sequence, each, int(round_.tokens[sequence, place]), choice, heat
                     )
 
-    def _count(self, round_: Round, running: dict[int, Running]) -> None:
+    def _count(self, round_: Round, running: dict[int, Answer]) -> None:
         """Count the rows that a round moved, and its tokens."""
         drafted = round_.drafted
         for step, counts in enumerate(drafted.counts):
@@ -340,10 +337,10 @@ class RoundBatch(ServedBatch):
                 drafted.count, accepted, self._rows_of(int(round_.cached[sequence]))
             )
 
-    def _begin(self, reading: Reading, running: Running, sampler: Sampler) -> Single:
-        job = running.job
+    def _begin(self, reading: Reading, answer: Answer, sampler: Sampler) -> Single:
+        job = answer.job
         drawn = sampler.draw(*reading.predicted, log_probs=job.top is not None)
-        self._first.append((running, drawn))
+        self._first.append((answer, drawn))
         return _single(reading, drawn.tokens, job.budget, job.most - 1)
 
     def _try_begin(self, reading: Reading) -> Single:

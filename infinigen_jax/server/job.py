@@ -3,13 +3,16 @@
 import dataclasses
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher
 
 from infinigen_jax.engine.live_batch import Reading
-from infinigen_jax.server.answer import Answer, Piece
 from infinigen_jax.server.prefix_cache import Node
 from infinigen_jax.settings.sampling import Sampling
+
+if TYPE_CHECKING:
+    from infinigen_jax.server.answer import Piece
 
 
 class BusyError(Exception):
@@ -42,7 +45,7 @@ class Job:
         most: maximum number of new tokens of each answer.
         sampling: sampling settings; each answer has its own stream of random numbers.
         answers: number of answers.
-        stop, ends: see `Answer`.
+        stop, ends: strings and tokens that end an answer.
         matcher: matcher of each answer's text, to be copied; None for any text.
         top: number of most likely tokens to report for each token; None to report nothing.
         budget: see `SequenceBudgets.replace`.
@@ -63,9 +66,10 @@ class Job:
     budget: float | None
     heat: bool
     continues: bool
-    send: Callable[[Piece | Exception], None]
+    send: "Callable[[Piece | Exception], None]"
     cancelled: bool = False
     cached_tokens: int = 0
+    read_tokens: int = 0  # of the prompt, cached ones included
     new_tokens: int = 0
     finished: int = 0
     moved: float = 0.0  # sum over steps of fetched rows over cached rows
@@ -102,11 +106,3 @@ class Intake:
     @property
     def complete(self) -> bool:
         return self.reading is not None and self.reading.complete
-
-
-@dataclasses.dataclass(eq=False)
-class Running:
-    """An answer in a sequence of the batch."""
-
-    job: Job
-    answer: Answer

@@ -45,12 +45,7 @@ class Limits:
         prefix_bytes: int = 1 << 30,
         heat_maps: bool = True,
     ) -> "Limits":
-        """Return checked sizes.
-
-        Raises:
-            InputError: if the engine cannot serve, the model has too few positions, or memory is
-                too small.
-        """
+        """Return checked sizes."""
         decoder = engine.decoder
         if decoder.pool is not None:
             raise ParameterError("pool.tokens", "a server keeps every row; leave it out")

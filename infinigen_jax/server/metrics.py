@@ -45,7 +45,7 @@ class Metrics:
             return Histogram(f"infinigen_{name}", text, registry=registry, buckets=buckets)
 
         self._requests = counter("requests", "Requests by outcome", "outcome")
-        self._prompt = counter("prompt_tokens", "Prompt tokens, cached ones included")
+        self._prompt = counter("prompt_tokens", "Prompt tokens read, cached ones included")
         self._cached = counter("cached_prompt_tokens", "Prompt tokens found in the prefix cache")
         self._new = counter("new_tokens", "Tokens drawn")
         self._moved = counter("fetched_bytes", "Bytes of rows moved to the device by steps")
@@ -86,7 +86,7 @@ class Metrics:
         """Count a request that ended, and log it as one line of JSON."""
         seconds = time.perf_counter() - job.arrived
         self._requests.labels(outcome).inc()
-        self._prompt.inc(len(job.tokens))
+        self._prompt.inc(job.read_tokens)
         self._cached.inc(job.cached_tokens)
         self._whole.observe(seconds)
         self._length.observe(len(job.tokens))

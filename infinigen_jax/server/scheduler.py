@@ -20,11 +20,10 @@ from infinigen_jax.engine.live_batch import Reading, chunk_lengths
 from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.server.answer import Answer, Piece
 from infinigen_jax.server.batch import NewToken, served_batch
-from infinigen_jax.server.job import BusyError, Intake, Job, RefusedError, Running, UnavailableError
+from infinigen_jax.server.job import BusyError, Intake, Job, RefusedError, UnavailableError
 from infinigen_jax.server.limits import READERS, Limits
 from infinigen_jax.server.metrics import Metrics
 from infinigen_jax.server.prefix_cache import Node, PrefixCache
-from infinigen_jax.text.detokenize import MOST_HELD
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +38,8 @@ class Scheduler:
         failed: called after such an error.
     """
 
-    def __init__(self, engine: Engine, limits: Limits, metrics: Metrics):
-        self.engine, self.limits, self._metrics = engine, limits, metrics
+    def __init__(self, engine: Engine, limits: Limits):
+        self.engine, self.limits, self._metrics = engine, limits, Metrics(engine.decoder)
         self.ready, self.failure = threading.Event(), None
         self.failed: Callable[[], None] = lambda: None
         self._wake = threading.Condition()
@@ -180,9 +179,11 @@ class Scheduler:
             return
         if intake.reading is None:
             intake.reading, intake.node = self._begin(intake.job)
+            intake.job.read_tokens = intake.reading.done
             if intake.job.cached_tokens:
                 return  # to copy their rows takes as long as a chunk
         intake.reading.advance()
+        intake.job.read_tokens = intake.reading.done
         if self.engine.runtime.settings.lossless:
             intake.reading.wait()  # or it would slow the next round, which is timed
         if intake.node is not None:
@@ -218,16 +219,12 @@ class Scheduler:
     def _join(self) -> None:
         """Give sequences to the answers of complete prompts."""
         for intake in [intake for intake in self._intakes if intake.complete]:
-            job = intake.job
-            while intake.joined < job.answers:
+            while intake.joined < intake.job.answers:
                 if (sequence := self._batch.free) is None:
                     return
-                number, tokenizer = intake.joined, self.engine.model.tokenizer
-                matcher = None if job.matcher is None else job.matcher.deep_copy()
-                context = job.tokens[-MOST_HELD:] if job.continues else ()
-                answer = Answer(tokenizer, number, job.most, job.stop, job.ends, matcher, context)
+                answer = Answer(self.engine.model.tokenizer, intake.job, intake.joined)
                 assert intake.reading is not None
-                self._batch.join(sequence, intake.reading, Running(job, answer), number)
+                self._batch.join(sequence, intake.reading, answer)
                 intake.joined += 1
             self._intakes.remove(intake)
             assert intake.reading is not None
@@ -235,8 +232,8 @@ class Scheduler:
 
     def _take(self, new: NewToken) -> None:
         """Send a new token's text, unless its answer has ended."""
-        job, answer = new.answer.job, new.answer.answer
-        if self._batch.running.get(new.sequence) is not new.answer or job.cancelled:
+        answer, job = new.answer, new.answer.job
+        if self._batch.running.get(new.sequence) is not answer or job.cancelled:
             return
         if answer.matcher is not None and answer.matcher.is_error():
             self._refuse(job, answer.matcher.get_error().splitlines()[0])
@@ -274,7 +271,7 @@ class Scheduler:
         jobs |= {intake.job: None for intake in self._intakes}
         self._intakes.clear()
         if hasattr(self, "_batch"):  # not if a new one could not be made
-            jobs |= {running.job: None for running in self._batch.running.values()}
+            jobs |= {answer.job: None for answer in self._batch.running.values()}
             self._batch.running.clear()
         for job in jobs:
             self._metrics.done(job, "failed")

@@ -51,10 +51,12 @@ class Wire(abc.ABC):
 
     def opening(self) -> list[dict[str, Any]]:
         """Return the parts of a stream that precede the first token."""
+        none = {"logprobs": None, "finish_reason": None}
+        parts = [self._part([choice | none]) for choice in self._beginnings()]
         if not self.body.heat_map:
-            return []
-        texts = [[self._text(token) for token in tokens] for tokens in self._encoded]
-        return [self._part([]) | {"infinigen": {"prompt": texts[0]}}]
+            return parts
+        texts = [self._text(token) for token in self._encoded[0]]
+        return [self._part([]) | {"infinigen": {"prompt": texts}}, *parts]
 
     def part(self, prompt: int, piece: Piece) -> dict[str, Any] | None:
         """Return a part of a stream; None if the piece is empty."""
@@ -75,6 +77,10 @@ class Wire(abc.ABC):
     def _part(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         part = {"object": self.part_kind, **self._frame, "choices": choices}
         return part | {"usage": None} if self.body.with_usage else part
+
+    @abc.abstractmethod
+    def _beginnings(self) -> list[dict[str, Any]]:
+        """Return the part of each answer that precedes its first token, if there is one."""
 
     @abc.abstractmethod
     def _choice(self, number: int, text: str) -> dict[str, Any]:
@@ -107,11 +113,9 @@ class CompletionWire(Wire):
     def _delta(self, number: int, text: str) -> dict[str, Any]:
         return {"index": number, "text": text}
 
-    def opening(self) -> list[dict[str, Any]]:
+    def _beginnings(self) -> list[dict[str, Any]]:
         numbers = range(len(self._texts)) if self.body.echo else ()
-        none = {"logprobs": None, "finish_reason": None}
-        parts = [self._part([self._choice(number, "") | none]) for number in numbers]
-        return super().opening() + parts
+        return [self._choice(number, "") for number in numbers]
 
     def _echo(self, number: int) -> str:
         if not self.body.echo:
@@ -149,13 +153,9 @@ class ChatWire(Wire):
     def _delta(self, number: int, text: str) -> dict[str, Any]:
         return {"index": number, "delta": {"content": text} if text else {}}
 
-    def opening(self) -> list[dict[str, Any]]:
+    def _beginnings(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
-        none = {"logprobs": None, "finish_reason": None}
-        return super().opening() + [
-            self._part([{"index": number, "delta": delta} | none])
-            for number in range(len(self._texts))
-        ]
+        return [{"index": number, "delta": delta} for number in range(len(self._texts))]
 
     def _log_probs(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
         if self.body.top is None:

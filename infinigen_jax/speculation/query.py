@@ -23,8 +23,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.errors import ParameterError
-from infinigen_jax.models.base import Layer, ModelConfig, Params
+from infinigen_jax.models.base import ModelConfig, Params
 from infinigen_jax.models.linear import in_full, project
+from infinigen_jax.models.llama import Layer
 from infinigen_jax.models.packed import split
 from infinigen_jax.ops.attention import soft_capped
 

@@ -13,7 +13,7 @@ from benchmarks.figures import kv_size, long_context, pool, sensitivity
 from benchmarks.figures.__main__ import FIGURES, main
 from infinigen_jax import evaluate
 from infinigen_jax.cli.options import read_policy
-from infinigen_jax.convert import convert
+from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.selection.select import budget_rows
 
 PROSE = "The old man went down to the sea, and nobody asked him where he had been. " * 8

@@ -27,7 +27,7 @@ from infinigen_jax.checkpoint import source
 from infinigen_jax.checkpoint.gguf_file import GgufFile
 from infinigen_jax.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from infinigen_jax.checkpoint.torch_file import TorchFile
-from infinigen_jax.convert import convert
+from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.models import FAMILIES, ModelConfig

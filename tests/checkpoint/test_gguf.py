@@ -17,7 +17,7 @@ from infinigen_jax import generate, plan
 from infinigen_jax.checkpoint.gguf_file import GgufFile
 from infinigen_jax.checkpoint.hf_folder import read_config as read_folder_config
 from infinigen_jax.checkpoint.source import open_tensors, read_config
-from infinigen_jax.convert import convert
+from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.errors import InputError, UnsupportedModelError
 from infinigen_jax.loading.load import embedded, load
 from infinigen_jax.text.gguf_tokenizer import gguf_tokenizer

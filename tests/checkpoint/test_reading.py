@@ -24,7 +24,7 @@ from infinigen_jax.checkpoint.hf_folder import (
 )
 from infinigen_jax.checkpoint.tensor_names import Rule, TensorSpec, match, read_tree
 from infinigen_jax.checkpoint.torch_pickle import Refused, read_pickle
-from infinigen_jax.convert import convert
+from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.errors import InputError, UnsupportedModelError
 from infinigen_jax.models import blueprint, config_from_hf
 

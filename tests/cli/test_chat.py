@@ -106,6 +106,8 @@ def test_a_conversation_at_the_command_line(talk, template, tmp_path):
     second = talk("And then?\nWho?\n", *shared, "--resume", saved, "--save", saved)
     assert first[0] == second[0] == 0 and first[2] == second[2] == ""
     assert (first[1] + second[1]).splitlines() == answers
+    status, out, err = talk("Who?\n", "--chat-template", "plain", "--quiet", "--resume", saved)
+    assert (status, out) == (2, "") and "--chat-template plain: the conversation began" in err
     # Asked for by name, what would be the default for a new one is another setting, too.
     drawn = ("--context", 200, "--temperature", "0.5", "--save", f"{saved}-drawn")
     assert talk("Who?\n", *shared, *drawn)[0] == 0

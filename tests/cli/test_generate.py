@@ -56,6 +56,12 @@ class Refuses:
     name = "refuses"
     def __post_init__(self): raise ValueError("3 is odd")
     def select(self, lookup): ...
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Divides(Window):
+    name: ClassVar[str] = "divides"
+    budget: float = 1.0
+    def __post_init__(self): 1 / (self.budget - 0.5)
 """
 GENERATE = ("-m", "infinigen_jax.generate")
 SHORT = ("--prompt", "The king said", "--max-new-tokens", "4")
@@ -116,6 +122,8 @@ def test_a_policy_of_another_package(run, refused, tmp_path, monkeypatch):
         ":": "--policy : use ",
     }.items():
         assert re.search(message, refused(generate.main, *SHORT, "--policy", name))
+    given = (*SHORT, "--policy", "elsewhere:Divides", "--budget", "0.5")
+    assert "--policy elsewhere:Divides: float division" in refused(generate.main, *given)
     entry = importlib.metadata.EntryPoint("mine", "elsewhere:Recent", ENTRY_POINTS)
     found = importlib.metadata.EntryPoints([entry])
     monkeypatch.setattr(importlib.metadata, "entry_points", found.select)

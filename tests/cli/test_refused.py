@@ -41,6 +41,7 @@ GENERATE = {
     "--prompt-file /missing": "--prompt-file /missing: No such file",
     "--prompt-file /": "--prompt-file",
     "--prefix \udcff": "--prefix: not UTF-8 text",
+    "--chat-template /missing --prefix \udcff": "--prefix: not UTF-8 text",
     "--prefix-file /missing": "--prefix-file /missing: No such file",
     "--stats-json /missing/x": "--stats-json /missing/x: cannot be written",
     "--stats-json /dev/null/x": "--stats-json",

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from tiny import LLAMA, logits_of
 
-from infinigen_jax.convert import convert
 from infinigen_jax.convert.calibrate import Calibrator, windows
+from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.models import blueprint, config_from_hf, random_params

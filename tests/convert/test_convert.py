@@ -19,8 +19,8 @@ from tiny import TEXT, add_tokenizer, logits_of, make_tiny, only, python
 
 from infinigen_jax.checkpoint.hf_folder import open_tensors
 from infinigen_jax.checkpoint.safetensors import SafetensorsWriter
-from infinigen_jax.convert import convert
 from infinigen_jax.convert.__main__ import main
+from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading import load as checkpoint
 
@@ -199,7 +199,7 @@ def test_weights_that_are_not_finite_are_named(tiny, tmp_path):
 
 KILLED = """
 import os, sys
-from infinigen_jax.convert import convert
+from infinigen_jax.convert.pipeline import convert
 convert(sys.argv[1], sys.argv[2], skew="none",
         progress=lambda done, total: os.kill(os.getpid(), int(sys.argv[3])))
 """

@@ -8,8 +8,9 @@ import pytest
 from runtime import random_model
 from tiny import make_tiny
 
-from infinigen_jax.convert import convert, loss
+from infinigen_jax.convert import loss
 from infinigen_jax.convert.calibrate import Calibrator, windows
+from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.models import blueprint

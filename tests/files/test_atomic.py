@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tiny import ROOT, make_tiny, only, python
 
-from infinigen_jax.convert import convert
+from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.errors import InputError
 from infinigen_jax.files import atomic
 from infinigen_jax.files.atomic import staged, whole_file, write_text

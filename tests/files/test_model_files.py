@@ -13,7 +13,7 @@ from tiny import only, python
 from infinigen_jax.checkpoint.hf_folder import SIDE_FILES, read_config
 from infinigen_jax.checkpoint.safetensors import SafetensorsFile
 from infinigen_jax.checkpoint.torch_file import TorchFile
-from infinigen_jax.convert import convert
+from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.errors import InputError
 from infinigen_jax.files.regular import LARGEST_JSON
 from infinigen_jax.loading import load as checkpoint

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from tiny import TEXT, logits_of, only
 
 from infinigen_jax import evaluate, generate, plan
-from infinigen_jax.convert import convert
+from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.errors import InputError
 from infinigen_jax.files.user_cache import keep_programs
 from infinigen_jax.loading import load as checkpoint

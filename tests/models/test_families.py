@@ -20,7 +20,7 @@ from tiny import COMMON, LLAMA, TEXT, logits_of, make_tiny
 from benchmarks.torch_systems import with_cache
 from infinigen_jax.cache.layers import DenseLayer, Resident, Sliding
 from infinigen_jax.checkpoint.hf_folder import read_config
-from infinigen_jax.convert import convert
+from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading import load as checkpoint

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny
 
-from infinigen_jax.convert import convert
+from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.errors import UnsupportedModelError
 from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.models import blueprint, config_from_hf, random_params

@@ -311,6 +311,11 @@ def test_command_line(planned, tmp_path):
     assert record["asked"]["plan"]["host_cache"] == rows
     machine = record["asked"]["machine"]
     assert machine["copy_bandwidth"] == 50e9 and machine["device_memory"] == 72 * 2**30
+    assert record["policy_settings"]["budget"] == 0.1 and record["pool"] is None
+    planned(*GPU, "--json", out, "--budget", "0.2", "--alpha", "inf", "--pool-tokens", "50%")
+    record = json.loads(out.read_text())
+    settings = record["policy_settings"]
+    assert (settings["budget"], settings["alpha"], record["pool"]["share"]) == (0.2, "inf", 0.5)
     text = planned(*GPU[2:], "--device-memory", "2")
     assert "too much" in text and "nothing fits" in text
 

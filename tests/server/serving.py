@@ -22,7 +22,6 @@ from infinigen_jax.policies.base import Policy
 from infinigen_jax.server.app import Service, create_app
 from infinigen_jax.server.connection import http_config
 from infinigen_jax.server.limits import Limits
-from infinigen_jax.server.metrics import Metrics
 from infinigen_jax.server.scheduler import Scheduler
 
 ROWS, CONTEXT, CHUNK = 3, 256, 64
@@ -115,7 +114,7 @@ def serving(
     """Run a server, once it is ready, and end it."""
     engine = engine or small_engine()
     limits = Limits.of(engine, ROWS, CONTEXT, waiting, prefix_bytes)
-    scheduler = Scheduler(engine, limits, Metrics(engine.decoder))
+    scheduler = Scheduler(engine, limits)
     made = Service("small", drain_seconds=2, **service)
     server = uvicorn.Server(http_config(create_app(scheduler, made), made))
     with socket.create_server(("127.0.0.1", 0)) as listening:

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from infinigen_jax.engine.results import Choice
 from infinigen_jax.server.answer import Answer, Piece, TokenScore
+from infinigen_jax.server.job import Job
 from infinigen_jax.server.protocol import Completion
 from infinigen_jax.server.wire import CompletionWire
+from infinigen_jax.settings.sampling import Sampling
 
 
 class Letters:
@@ -24,7 +26,8 @@ class Letters:
 
 
 def answered(text: str, stop: list[str], most: int = 1000, ends: str = "") -> tuple[list, Answer]:
-    answer = Answer(Letters(), 0, most, stop, frozenset(map(ord, ends)))
+    wanted = most, Sampling(), 1, tuple(stop), frozenset(map(ord, ends))
+    answer = Answer(Letters(), Job([], *wanted, None, None, None, False, False, print), 0)
     pieces = []
     for letter in text:
         pieces.append(answer.push(ord(letter), Choice(-1.0, [])))

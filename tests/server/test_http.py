@@ -17,7 +17,6 @@ from infinigen_jax.sampling import Sampling
 from infinigen_jax.serve import start_logging
 from infinigen_jax.server.job import BusyError, Job, UnavailableError
 from infinigen_jax.server.limits import Limits
-from infinigen_jax.server.metrics import Metrics
 from infinigen_jax.server.scheduler import Scheduler
 
 BODY = {"model": "small", "prompt": "Once upon a time", "max_tokens": 2}
@@ -210,7 +209,7 @@ def test_clients_that_die_at_any_point(served: Served):
 
 def test_not_ready_before_the_warm_up(served: Served):
     engine = small_engine()
-    scheduler = Scheduler(engine, Limits.of(engine, ROWS, CONTEXT), Metrics(engine.decoder))
+    scheduler = Scheduler(engine, Limits.of(engine, ROWS, CONTEXT))
     with pytest.raises(UnavailableError):
         scheduler.submit([job(1, print)])
     scheduler.stop(1.0)
@@ -235,6 +234,18 @@ def test_a_long_prompt_stalls_no_stream(served: Served):
     served.wait(lambda: "long" in times)
     served.scheduler.cancel(running)
     assert times[before:].index("long") >= chunks - 1
+
+
+def test_prompt_tokens_are_those_read(served: Served):
+    """A request that is dropped before its turn adds none."""
+    served.wait(lambda: not served.metric("infinigen_running_answers"))
+    dropped, ended = job(1, print, tokens=100), []
+    dropped.cancelled = True
+    before = served.metric("infinigen_prompt_tokens_total")
+    served.scheduler.submit([dropped, job(1, ended.append, tokens=9)])
+    served.wait(lambda: ended)
+    served.wait(lambda: not served.metric("infinigen_running_answers"))
+    assert served.metric("infinigen_prompt_tokens_total") == before + 9
 
 
 def test_a_request_is_one_line_of_json(served: Served, capsys):

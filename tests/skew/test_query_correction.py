@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from tiny import make_tiny
 
 from infinigen_jax.checkpoint.manifest import file_record
-from infinigen_jax.convert import convert
+from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading import load as checkpoint

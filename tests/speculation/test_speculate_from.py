@@ -13,8 +13,8 @@ from runtime import SPARSE, counts_of, finished, random_model
 from tiny import TEXT
 
 from infinigen_jax.cache.layers import DenseLayer, Resident, Sliding, Slots
-from infinigen_jax.convert import convert
 from infinigen_jax.convert.calibrate import CalibrationTokens, Calibrator
+from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import DENSE_UNKNOWN, Model, load

@@ -12,8 +12,8 @@ from runtime import TAILED, finished, random_model
 
 from infinigen_jax import Engine
 from infinigen_jax.cache.layers import Slots
-from infinigen_jax.convert import convert
 from infinigen_jax.convert.calibrate import DEFAULT_TEXT, SINKS
+from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.ops.attention import Tail, attend, attend_weighted, packed
