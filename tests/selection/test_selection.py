@@ -52,8 +52,8 @@ def test_a_group_ranks_by_the_sum_of_its_softmaxes():
 
 SINGLE, GROUP = (2, 2, 1, 33), (2, 1, 3, 33)
 # Shape, alpha and mode: what bounds the ranks, and what does not.
-CHOICES = [(SINGLE, alpha, "head") for alpha in (0.0, 4.0, INF)]
-CHOICES += [(GROUP, 4.0, "head"), (GROUP, INF, "head"), (SINGLE, 4.0, "mean"), (GROUP, 0.0, "mean")]
+CHOICES = [(SINGLE, 0.0, "head"), (SINGLE, INF, "head"), (SINGLE, 4.0, "mean")]
+CHOICES += [(GROUP, 4.0, "head"), (GROUP, 0.0, "mean")]
 
 
 @st.composite
@@ -121,7 +121,7 @@ def check_top(rank: np.ndarray, count: np.ndarray, size: int) -> None:
 AWKWARD = [0.0, -0.0, 1.0, -1.0, INF, -INF, 3.4e38, -3.4e38, 1.2e-38, -1.2e-38, 0.5]
 
 
-@given(st.sampled_from([1, 12, 32, 70, 600]), st.integers(0, 2**32 - 1))
+@given(st.sampled_from([1, 12, 32, 70]), st.integers(0, 2**32 - 1))
 @example(12, 7)  # all found by comparing, the best of them 0
 def test_top_slots_of_equal_and_awkward_values(t, seed):
     """With values that are far apart or close together, in any mixture."""
