@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime import SPARSE, engine, random_model, tokens_of
 
-from infinigen_jax import evaluate, generate, plan
+from infinigen_jax import generate, plan
 from infinigen_jax.cli.options import load_engine
 from infinigen_jax.decode.compiler_options import step_options
 from infinigen_jax.engine.engine import Engine
@@ -35,7 +35,6 @@ from infinigen_jax.models.small_weights import (
 )
 from infinigen_jax.settings.engine import WEIGHT_DTYPES
 
-TEXT = "It was a dark and stormy night, and the rain fell in torrents on the old town. " * 20
 SIZES = [24, 100, 1600]  # whole groups or not; a sum longer than is written out
 
 
@@ -211,17 +210,6 @@ def test_the_generate_command_loads_them():
     options = ("--model", "tiny-llama", "--weight-dtype", "int8")
     made = load_engine(generate.build_parser().parse_args(options), Messages(True))
     assert made.model.params["layers"][0]["down"]["codes"].dtype == jnp.int8
-
-
-@pytest.mark.usefixtures("shallow")
-def test_an_evaluation_records_it(command, tmp_path):
-    text, result = tmp_path / "text.txt", tmp_path / "result.json"
-    text.write_text(TEXT)
-    options = ("--text", text, "--window", "32", "--windows", "1", "--policy", "full", "--quiet")
-    arguments = ("perplexity", *options, "--weight-dtype", "int8", "--json", result)
-    status, _, errors = command(evaluate.main, *arguments)
-    assert status == 0, errors
-    assert json.loads(result.read_text())["model"]["weight_dtype"] == "int8"
 
 
 @pytest.mark.usefixtures("shallow")

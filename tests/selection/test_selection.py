@@ -27,6 +27,7 @@ INF = float("inf")
 
 # Compiled, as the engine runs them; hence few different shapes below.
 compiled_select = jax.jit(select, static_argnames=("alpha", "size", "mode"))
+compiled_rank = jax.jit(group_rank)
 compiled_top = jax.jit(
     lambda rank, count, size: top_choice(rank, count, size)[0], static_argnames="size"
 )
@@ -34,7 +35,7 @@ compiled_top = jax.jit(
 
 def test_a_group_ranks_by_the_sum_of_its_softmaxes():
     # Head 0 is sure of token 0; head 1 wavers between 1 and 2; token 3 is second for both.
-    ranked, margin = jax.jit(group_rank), jax.jit(group_margin)
+    ranked, margin = compiled_rank, jax.jit(group_margin)
     scores = np.array([[[[5.0, 0.0, 0.0, 4.0], [0.0, 1.0, 1.1, 0.9]]]], np.float32)
     weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
     rank = ranked(scores)
@@ -75,7 +76,7 @@ def test_select_against_plain_python(case, caps):
     scores, eligible, alpha, mode = case
     b, k, _, t = scores.shape
     masked = np.where(eligible[:, None, None], scores, -np.inf)
-    rank = np.array(jax.jit(group_rank)(masked))
+    rank = np.array(compiled_rank(masked))
     passing = np.zeros((b, k, t), bool)
     for i, j in np.ndindex(b, k):
         candidates = scores[i, j][:, eligible[i]]
