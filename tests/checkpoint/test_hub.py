@@ -151,7 +151,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def answers(ask) -> list[str]:
-    """Of one process, because most of a process's time is its imports."""
+    """The answers of one process: most of its time is imports."""
     return ask(*FETCHED, *REFUSED)
 
 

@@ -36,7 +36,7 @@ KINDS: dict[type, str] = {
     "selected_fraction fetched_fraction attended_fraction hot_set_hit_rate "
     "host_to_device_bytes_per_token seconds",
 }
-SIZES = "--window 48 --context 16 --windows 4 --batch 2 --dense-layers 2".split()
+SIZES = "--window 48 --context 16 --windows 3 --batch 2 --dense-layers 2".split()
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_table_and_record(tmp_path, text, command):
     arguments += ["--policy", "full", "infinigen", "--budget", "0.1", "--weight-dtype", "int8"]
     status, out, err = command(evaluate.main, "perplexity", *arguments)
     assert status == 0, err
-    assert "2/2 infinigen 0.1" in err and "128/128" in err and "arning" not in err
+    assert "2/2 infinigen 0.1" in err and "96/96" in err and "arning" not in err
     lines = [[c.strip() for c in line.split("|")][1:-1] for line in out.splitlines()]
     assert lines[0][:5] == ["policy", "budget", "selected", "fetched", "perplexity"]
     assert [line[:2] for line in lines[2:]] == [["full", ""], ["infinigen", "0.1"]]
@@ -77,14 +77,14 @@ def test_table_and_record(tmp_path, text, command):
     assert record["text"]["file"] == "text.txt" and record["text"]["prefix_tokens"] == 1
     assert record["model"]["weight_dtype"] == "int8"
     assert record["model"]["name"] == "books-llama" and record["versions"]["jax"]
-    sizes = dict(window=48, context=16, windows=4, batch=2, chunk=20)
+    sizes = dict(window=48, context=16, windows=3, batch=2, chunk=20)
     assert record["settings"] == sizes | {"likeliest": 128}
     # Nothing tells where things lie on this machine.
     assert str(tmp_path) not in result.read_text() and str(ROOT) not in result.read_text()
     full, sparse = record["configurations"]
     every = {name for names in KINDS.values() for name in names.split()}
     for line, missing in ((full, {type(None)}), (sparse, set())):
-        assert set(line) == every and line["tokens"] == 4 * 32
+        assert set(line) == every and line["tokens"] == 3 * 32
         for kind, names in KINDS.items():
             assert {type(line[name]) for name in names.split()} - missing == {kind}, names
         assert [chunk["to"] for chunk in line["chunks"]] == [36, 48]
