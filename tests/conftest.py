@@ -37,7 +37,7 @@ with open(Path(jaxlib.__file__).parent / "libjax_common.so", "rb") as library:
         ]
 os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
 
-# Threads of torch that wait for each other took a quarter of the time of tiny models.
+# Threads of torch that wait for each other cost processor time, and models are tiny.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # Lowering is faster when operations do not record where they come from.
