@@ -37,6 +37,9 @@ with open(Path(jaxlib.__file__).parent / "libjax_common.so", "rb") as library:
         ]
 os.environ["XLA_FLAGS"] = " ".join([*flags, os.environ.get("XLA_FLAGS", "")])
 
+# Threads of torch that wait for each other cost processor time, and models are tiny.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 # Lowering is faster when operations do not record where they come from.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # of processes that tests start
 jax.config.update("jax_traceback_in_locations_limit", 0)

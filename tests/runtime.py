@@ -33,6 +33,7 @@ RELATIVES: dict[str, dict[str, Any]] = {
     "opt-one": {"model_type": "opt", "ffn_dim": 24, "num_hidden_layers": 1},
     "three": {"model_type": "llama", "num_key_value_heads": 2, "num_hidden_layers": 3},
     "qwen2": {"model_type": "qwen2", "num_key_value_heads": 2},
+    "qwen2-one": {"model_type": "qwen2", "num_key_value_heads": 2, "num_hidden_layers": 1},
     "qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 12},
     "gemma2": {
         "model_type": "gemma2",

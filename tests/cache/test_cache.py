@@ -27,7 +27,7 @@ MESH = default_mesh()
 positions_of = jax.jit(Slots.positions, static_argnums=0)
 eligible_at = jax.jit(Slots.eligible, static_argnums=(0, 2))
 # Few, because every one has shapes of its own to compile.
-geometry = st.sampled_from([(0, 1), (0, 4), (2, 3), (5, 1), (4, 9)])
+geometry = st.sampled_from([(0, 4), (2, 3), (5, 1), (4, 9)])
 
 
 @settings(max_examples=40)

@@ -137,17 +137,26 @@ def names(folder: str) -> set[str]:
     return {str(file.relative_to(folder)) for file in Path(folder).rglob("*") if file.is_file()}
 
 
-def test_only_needed_files_are_fetched(ask):
-    settings, sharded, old, pinned, torch, file, refused, experts = ask(
-        "org/torch@@x",
-        "org/sharded@@",
-        "org/sharded@old@",
-        f"org/sharded@{COMMITS['main']}@",
-        "org/torch@@",
-        "org/quantised/b.gguf@@",
-        "org/experts@@",
-        "org/experts@@x",
-    )
+FETCHED = ["org/torch@@x", "org/sharded@@", "org/sharded@old@", f"org/sharded@{COMMITS['main']}@"]
+FETCHED += ["org/torch@@", "org/quantised/b.gguf@@", "org/experts@@", "org/experts@@x"]
+REFUSED = {
+    "org/absent@@": "no such folder here, and no such model on the hub",
+    "org/private@@": "access is restricted; accept its terms on the hub, then set HF_TOKEN",
+    "org/sharded@odd@": "has no revision 'odd' on the hub",
+    "org/quantised@@": "name a .gguf file of it as org/quantised/FILE.gguf",
+    "org/quantised/c.gguf@@": "no such file on the hub",
+    "./org/sharded@main@": "revision main: ./org/sharded is not a model on the hub",
+}
+
+
+@pytest.fixture(scope="module")
+def answers(ask) -> list[str]:
+    """The answers of one process: most of its time is imports."""
+    return ask(*FETCHED, *REFUSED)
+
+
+def test_only_needed_files_are_fetched(ask, answers):
+    settings, sharded, old, pinned, torch, file, refused, experts = answers[: len(FETCHED)]
     assert Path(settings).name == COMMITS["main"] and settings == torch
     assert names(sharded) == names(old) == set(NEEDED) and sharded == pinned != old
     assert (Path(sharded) / "model-00001-of-00002.safetensors").read_bytes() == b"1" * 999
@@ -159,16 +168,9 @@ def test_only_needed_files_are_fetched(ask):
     assert offline[:2] == [sharded, torch] and "HF_HUB_OFFLINE is set" in offline[2]
 
 
-def test_refusals_in_one_line(ask):
-    wanted = {
-        "org/absent@@": "no such folder here, and no such model on the hub",
-        "org/private@@": "access is restricted; accept its terms on the hub, then set HF_TOKEN",
-        "org/sharded@odd@": "has no revision 'odd' on the hub",
-        "org/quantised@@": "name a .gguf file of it as org/quantised/FILE.gguf",
-        "org/quantised/c.gguf@@": "no such file on the hub",
-        "./org/sharded@main@": "revision main: ./org/sharded is not a model on the hub",
-    }
-    for (request, message), line in zip(wanted.items(), ask(*wanted), strict=True):
+def test_refusals_in_one_line(ask, answers):
+    lines = answers[len(FETCHED) :]
+    for (request, message), line in zip(REFUSED.items(), lines, strict=True):
         assert message in line and request.partition("@")[0] in line
     assert names(ask("org/private@@", HF_TOKEN="secret")[0]) == {"config.json", "model.safetensors"}
     unreachable = ask("org/new@@", HF_ENDPOINT="http://127.0.0.1:9")

@@ -65,7 +65,7 @@ def test_the_model_gets_the_template_of_all_messages(engine, template):
     """Also of answers that end by themselves, and of those that the template alters."""
     tokenizer = engine.model.tokenizer
     for ends in (False, True):
-        conversation = engine.conversation(context=200)
+        conversation = engine.conversation(context=128)
         dialogue = Dialogue(conversation, template, "Be brief.")
         for text in ("The king said", "And then?", "Who?"):
             answer = answered(dialogue, text, 7, ignore_eos=True)
@@ -83,7 +83,7 @@ def test_the_model_gets_the_template_of_all_messages(engine, template):
 
 
 def test_plain_text_goes_on(engine):
-    conversation = engine.conversation(context=200)
+    conversation = engine.conversation(context=128)
     dialogue = Dialogue(conversation, "plain")
     first, second = (answered(dialogue, text) for text in ("The king said", "and the queen"))
     text = engine.model.tokenizer.decode(conversation.tokens, skip_special_tokens=True)
@@ -92,24 +92,24 @@ def test_plain_text_goes_on(engine):
 
 
 def test_a_conversation_at_the_command_line(talk, template, tmp_path):
-    plain = ("--chat-template", template, "--context", 200)
+    plain = ("--chat-template", template, "--context", 128)
     status, out, err = talk("The king said\n\nAnd then?\nWho?", *plain)
     answers = out.splitlines()
     assert status == 0 and out.endswith("\n") and err.count(" read in ") == 3
-    assert "of 200 tokens" in err and "fetched" in err and "tokens/s" in err
+    assert "of 128 tokens" in err and "fetched" in err and "tokens/s" in err
     status, out, err = talk("", *plain, "--prompt", "The king said", "--prompt", "And then?")
     assert status == 0 and out == "\n".join(answers[: len(out.splitlines())]) + "\n"
 
     saved = tmp_path / "saved"
     shared = ("--chat-template", template, "--quiet")
-    first = talk("The king said\n", *shared, "--context", 200, "--save", saved)
+    first = talk("The king said\n", *shared, "--context", 128, "--save", saved)
     second = talk("And then?\nWho?\n", *shared, "--resume", saved, "--save", saved)
     assert first[0] == second[0] == 0 and first[2] == second[2] == ""
     assert (first[1] + second[1]).splitlines() == answers
     status, out, err = talk("Who?\n", "--chat-template", "plain", "--quiet", "--resume", saved)
     assert (status, out) == (2, "") and "--chat-template plain: the conversation began" in err
     # Asked for by name, what would be the default for a new one is another setting, too.
-    drawn = ("--context", 200, "--temperature", "0.5", "--save", f"{saved}-drawn")
+    drawn = ("--context", 128, "--temperature", "0.5", "--save", f"{saved}-drawn")
     assert talk("Who?\n", *shared, *drawn)[0] == 0
     for file, temperature in ((saved, "0.5"), (f"{saved}-drawn", "0")):
         status, out, err = talk("", *shared, "--resume", file, "--temperature", temperature)
@@ -160,7 +160,7 @@ def test_forgotten_messages(engine, template, tmp_path):
     def said(chosen):
         return engine.model.tokenizer.decode(chosen.tokens)
 
-    saved, conversation = tmp_path / "saved", engine.conversation(context=200)
+    saved, conversation = tmp_path / "saved", engine.conversation(context=128)
     dialogue = Dialogue(conversation, template, "Be brief.")
     first, second = (answered(dialogue, text) for text in ("The king said", "And then?"))
     assert dialogue.undo() and dialogue.save(saved) == f"3 messages saved to {saved}"
@@ -172,7 +172,7 @@ def test_forgotten_messages(engine, template, tmp_path):
     assert said(conversation).count("[user]") == 2 and first in said(conversation)
     dialogue.clear()
     assert conversation.messages == [{"role": "system", "content": "Be brief."}]
-    other = engine.conversation(context=200)
+    other = engine.conversation(context=128)
     for talking in (dialogue, Dialogue(other, template, "Be brief.")):
         assert answered(talking, "The king said") == first
     assert said(conversation) == said(other)

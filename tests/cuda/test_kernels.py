@@ -81,7 +81,8 @@ def test_gathers(arrays: tuple, spare: int, misses: float, grid: tuple):
 SELECTIONS = [(2, 2, 1, 70, 0.2, 2.0), (1, 1, 1, 2500, 0.05, math.inf), (1, 2, 3, 90, 0.5, 2.0)]
 SELECTIONS += [(2, 1, 2, 1500, 0.2, 2.0), (1, 1, 4, 33, 1.0, math.inf), (1, 1, 1, 5, 0.001, 2.0)]
 reference_select = jax.jit(select, static_argnames=("alpha", "size"))
-reference_replacement = jax.jit(replacement)
+reference_rank, reference_replacement = jax.jit(group_rank), jax.jit(replacement)
+reference_join = jax.jit(join_parts)
 
 
 SCORES: dict[str, Callable[[np.random.Generator, Any], np.ndarray]] = {
@@ -120,9 +121,10 @@ def test_select(case: tuple, kind: str, some: bool, slots_at: Slots, threads: in
         *("select_rows", b * k, threads, seed, scores, positions, cap, slots, count, keys),
         *(k, g, t, size, slots_at.sinks, slots_at.window, bits),
     )
-    eligible = slots_at.eligible(jnp.asarray(positions), t)
+    places = np.arange(t)
+    eligible = (places >= slots_at.sinks) & (places <= positions[:, None] - slots_at.window)
     expected = reference_select(
-        jnp.asarray(scores), eligible, alpha=alpha, cap=jnp.asarray(cap), size=size
+        jnp.asarray(scores), jnp.asarray(eligible), alpha=alpha, cap=jnp.asarray(cap), size=size
     )
     np.testing.assert_array_equal(count, expected.count)
     if g == 1 or np.array_equal(slots, expected.slots):
@@ -130,8 +132,7 @@ def test_select(case: tuple, kind: str, some: bool, slots_at: Slots, threads: in
         return
     # The order of summation differs, and with it the last bits of a rank: what was chosen
     # instead must be as good.
-    masked = jnp.where(eligible[:, None, None], scores, -jnp.inf)
-    rank = np.asarray(group_rank(masked))
+    rank = np.asarray(reference_rank(np.where(eligible[:, None, None], scores, -np.inf)))
     for i in np.ndindex(b, k):
         chosen, reference = (x[i][: count[i]] for x in (slots, np.asarray(expected.slots)))
         assert np.all(np.diff(chosen) > 0) and not slots[i][count[i] :].any()
@@ -189,7 +190,7 @@ ATTENTIONS = [(1, 64, 40, None), (4, 128, 300, None), (6, 80, 530, 2.0), (3, 256
 def test_attend(shape: tuple, seed: int, threads: int, empty: bool):
     (g, d, n, cap), (b, k), random = shape, (2, 2), np.random.default_rng(seed)
     q = random.normal(0, 1, (b, k, g, d)).astype(np.float32)
-    rows = np.asarray(jnp.asarray(random.normal(0, 1, (b, k, n, 2 * d)), jnp.bfloat16)).copy()
+    rows = random.normal(0, 1, (b, k, n, 2 * d)).astype(jnp.bfloat16)
     count = random.integers(0, n + 1, (b, k)).astype(np.int32)
     if empty:
         count[0, 0] = 0
@@ -200,7 +201,7 @@ def test_attend(shape: tuple, seed: int, threads: int, empty: bool):
     bits = int(np.float32(cap or 0).view(np.int32))
     grid = "attend_rows", b * k * shares, threads, seed % 1000
     emulated_kernels().run(*grid, q, rows, count, *parts, g, n, d, shares, bits)
-    result = join_parts(Softmax(*map(jnp.asarray, parts)), jnp.ones((b, k, shares), bool))
+    result = reference_join(Softmax(*map(jnp.asarray, parts)), np.ones((b, k, shares), bool))
     rows[~valid] = 0
     keys, values = np.split(rows.astype(np.float64), 2, axis=-1)
     scores = np.einsum("bkgd,bknd->bkgn", q.astype(np.float64), keys)

@@ -150,7 +150,7 @@ def test_a_token_that_ends_a_text_ends_a_turn():
 @pytest.mark.parametrize("context", [60, 128])
 def test_a_context_that_is_full(context, tmp_path):
     """The larger one is the whole capacity: chunks and flushes are at the end of the cache."""
-    made = engine("one", ALL, 0)
+    made = engine("one", Full(window=5), 0)
     conversation = made.conversation(context=context)
     assert conversation.capacity == 128
     say(conversation, TURNS[0], 5)

@@ -44,7 +44,7 @@ FAMILIES = {
     "resident": Family(RESIDENT, dtype="bfloat16", dense_layers=0),
     "small-rows": Family(TAIL, dense_layers=0, model="one", settings={"rows": "int8"}),
     "opt": Family(SPARSE, model="opt", dense_layers=0),
-    "h2o": Family(H2O(budget=0.2, window=4, sinks=2), dense_layers=0, model="one"),
+    "h2o": Family(H2O(budget=0.2, window=4, sinks=2), 0, model="one", dtype="bfloat16"),
     "pool": Family(
         dataclasses.replace(SPARSE, tail=True, tail_tokens=0),
         dense_layers=0,
@@ -154,7 +154,7 @@ def decoded(engine: Engine, batch: int | None) -> Run:
 
 
 # The slow ones are pairs that other cases cover as well.
-OFTEN = ("everything", "everything-moved", "streamed", "paper", "sparse", "resident", "small-rows")
+OFTEN = ("everything", "everything-moved", "streamed", "paper", "sparse", "small-rows")
 
 
 @pytest.mark.parametrize("name", slow_except(CASES, *OFTEN, "pool", "h2o"))

@@ -36,6 +36,7 @@ KINDS: dict[type, str] = {
     "selected_fraction fetched_fraction attended_fraction hot_set_hit_rate "
     "host_to_device_bytes_per_token seconds",
 }
+SIZES = "--window 48 --context 16 --windows 3 --batch 2 --dense-layers 2".split()
 
 
 @pytest.fixture
@@ -60,9 +61,8 @@ def refused(refused, text):
 def test_table_and_record(tmp_path, text, command):
     """With the embedded model."""
     result = tmp_path / "result.json"
-    arguments = ["--text", str(text), "--json", str(result), "--window", "48", "--context", "16"]
-    arguments += ["--windows", "3", "--batch", "2", "--chunk", "20", "--alpha", "inf"]
-    arguments += ["--policy", "full", "infinigen", "--budget", "0.1", "--dense-layers", "2"]
+    arguments = ["--text", text, "--json", result, *SIZES, "--chunk", "20", "--alpha", "inf"]
+    arguments += ["--policy", "full", "infinigen", "--budget", "0.1", "--weight-dtype", "int8"]
     status, out, err = command(evaluate.main, "perplexity", *arguments)
     assert status == 0, err
     assert "2/2 infinigen 0.1" in err and "96/96" in err and "arning" not in err
@@ -75,6 +75,7 @@ def test_table_and_record(tmp_path, text, command):
 
     record = json.loads(result.read_text(), parse_constant=never)
     assert record["text"]["file"] == "text.txt" and record["text"]["prefix_tokens"] == 1
+    assert record["model"]["weight_dtype"] == "int8"
     assert record["model"]["name"] == "books-llama" and record["versions"]["jax"]
     sizes = dict(window=48, context=16, windows=3, batch=2, chunk=20)
     assert record["settings"] == sizes | {"likeliest": 128}
@@ -261,7 +262,7 @@ def test_a_wrong_value_at_the_end_of_a_list_is_told_before_the_work(refused, tex
 
 
 def test_pools_that_cannot_be(refused, command, text):
-    said = refused("--window", "64", "--pool-tokens", "20")
+    said = refused(*SIZES, "--pool-tokens", "20")
     assert "--pool-tokens" in said and "use at least" in said and "--batch" not in said
     status, _, err = command(
         evaluate.main, "recall", "--text", text, "--pool-tokens", "50%", "--quiet"

@@ -15,12 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime import SPARSE, engine, random_model, tokens_of
 
-from infinigen_jax import evaluate, generate, plan
+from infinigen_jax import generate, plan
+from infinigen_jax.cli.options import load_engine
 from infinigen_jax.decode.compiler_options import step_options
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.loading.load import Model, embedded, load
 from infinigen_jax.machine.memory_limits import tree_bytes
+from infinigen_jax.messages import Messages
 from infinigen_jax.models import Params
 from infinigen_jax.models.linear import in_full, project
 from infinigen_jax.models.small_weights import (
@@ -33,8 +35,7 @@ from infinigen_jax.models.small_weights import (
 )
 from infinigen_jax.settings.engine import WEIGHT_DTYPES
 
-TEXT = "It was a dark and stormy night, and the rain fell in torrents on the old town. " * 20
-SIZES = [24, 64, 100, 1600]  # whole groups or not; a sum longer than is written out
+SIZES = [24, 100, 1600]  # whole groups or not; a sum longer than is written out
 
 
 def random_rows(outputs: int, inputs: int, seed: int = 0) -> np.ndarray:
@@ -110,7 +111,7 @@ def test_embeddings_and_logits_are_not_in_four_bits():
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
 @pytest.mark.parametrize(
     ("activations", "rounding", "sizes"),
-    [("float32", 2e-6, SIZES), ("bfloat16", 2**-7, SIZES[2:3])],
+    [("float32", 2e-6, SIZES), ("bfloat16", 2**-7, SIZES[1:2])],
 )
 def test_the_product_is_that_with_the_rounded_matrix(dtype, activations, rounding, sizes):
     rng = np.random.default_rng(1)
@@ -174,7 +175,7 @@ OWN = dataclasses.replace(SPARSE, query="own")
         ("one-tied", "int4", {"policy": OWN, "dense_layers": 0}),
         pytest.param("opt", "int4", {}, marks=pytest.mark.slow),
         pytest.param("qwen2", "bfloat16", {"policy": OWN}, marks=pytest.mark.slow),
-        ("qwen2", "int8", {"policy": OWN, "weights": "host"}),
+        ("qwen2-one", "int8", {"policy": OWN, "dense_layers": 0, "weights": "host"}),
     ],
 )
 def test_tokens_are_those_of_the_rounded_model(name, dtype, options):
@@ -205,21 +206,10 @@ def test_a_dtype_that_does_not_exist():
 
 
 @pytest.mark.usefixtures("shallow")
-def test_a_text(command):
-    options = ("--prompt", "The king said", "--max-new-tokens", "4", "--policy", "full", "--quiet")
-    status, text, errors = command(generate.main, *options, "--weight-dtype", "int8")
-    assert status == 0 and text.strip() and not errors
-
-
-@pytest.mark.usefixtures("shallow")
-def test_an_evaluation_records_it(command, tmp_path):
-    text, result = tmp_path / "text.txt", tmp_path / "result.json"
-    text.write_text(TEXT)
-    options = ("--text", text, "--window", "32", "--windows", "1", "--policy", "full", "--quiet")
-    arguments = ("perplexity", *options, "--weight-dtype", "int8", "--json", result)
-    status, _, errors = command(evaluate.main, *arguments)
-    assert status == 0, errors
-    assert json.loads(result.read_text())["model"]["weight_dtype"] == "int8"
+def test_the_generate_command_loads_them():
+    options = ("--model", "tiny-llama", "--weight-dtype", "int8")
+    made = load_engine(generate.build_parser().parse_args(options), Messages(True))
+    assert made.model.params["layers"][0]["down"]["codes"].dtype == jnp.int8
 
 
 @pytest.mark.usefixtures("shallow")

@@ -46,12 +46,17 @@ def test_compact_into_fewer_places_than_there_are_marks(t, size):
     check_compact(compiled_by_row(jnp.asarray(mask), size), mask)
 
 
+@jax.jit
+def words_of(mask):
+    words = pack_marks(mask)
+    return words, unpack_marks(words, mask.shape[-1]), marked(words)
+
+
 @given(st.sampled_from([1, 32, 100, 640]), st.integers(0, 2**32 - 1))
 def test_words_have_the_marks(t, seed):
     mask = np.random.default_rng(seed).random((2, t)) < 0.5
-    words = pack_marks(jnp.asarray(mask))
+    words, unpacked, count = words_of(jnp.asarray(mask))
     bits = (np.asarray(words)[..., None] >> np.arange(32, dtype=np.uint32)) & 1
     bits = bits.reshape(2, -1)
     assert (bits[:, :t] == mask).all() and not bits[:, t:].any()
-    assert (np.asarray(unpack_marks(words, t)) == mask).all()
-    assert marked(words).tolist() == mask.sum(axis=1).tolist()
+    assert (np.asarray(unpacked) == mask).all() and count.tolist() == mask.sum(axis=1).tolist()

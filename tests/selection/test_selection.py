@@ -27,6 +27,7 @@ INF = float("inf")
 
 # Compiled, as the engine runs them; hence few different shapes below.
 compiled_select = jax.jit(select, static_argnames=("alpha", "size", "mode"))
+compiled_rank = jax.jit(group_rank)
 compiled_top = jax.jit(
     lambda rank, count, size: top_choice(rank, count, size)[0], static_argnames="size"
 )
@@ -34,7 +35,7 @@ compiled_top = jax.jit(
 
 def test_a_group_ranks_by_the_sum_of_its_softmaxes():
     # Head 0 is sure of token 0; head 1 wavers between 1 and 2; token 3 is second for both.
-    ranked, margin = jax.jit(group_rank), jax.jit(group_margin)
+    ranked, margin = compiled_rank, jax.jit(group_margin)
     scores = np.array([[[[5.0, 0.0, 0.0, 4.0], [0.0, 1.0, 1.1, 0.9]]]], np.float32)
     weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
     rank = ranked(scores)
@@ -52,8 +53,8 @@ def test_a_group_ranks_by_the_sum_of_its_softmaxes():
 
 SINGLE, GROUP = (2, 2, 1, 33), (2, 1, 3, 33)
 # Shape, alpha and mode: what bounds the ranks, and what does not.
-CHOICES = [(SINGLE, alpha, "head") for alpha in (0.0, 4.0, INF)]
-CHOICES += [(GROUP, 4.0, "head"), (GROUP, INF, "head"), (SINGLE, 4.0, "mean"), (GROUP, 0.0, "mean")]
+CHOICES = [(SINGLE, 0.0, "head"), (SINGLE, INF, "head"), (SINGLE, 4.0, "mean")]
+CHOICES += [(GROUP, 4.0, "head"), (GROUP, 0.0, "mean")]
 
 
 @st.composite
@@ -75,7 +76,7 @@ def test_select_against_plain_python(case, caps):
     scores, eligible, alpha, mode = case
     b, k, _, t = scores.shape
     masked = np.where(eligible[:, None, None], scores, -np.inf)
-    rank = np.array(jax.jit(group_rank)(masked))
+    rank = np.array(compiled_rank(masked))
     passing = np.zeros((b, k, t), bool)
     for i, j in np.ndindex(b, k):
         candidates = scores[i, j][:, eligible[i]]
@@ -121,7 +122,7 @@ def check_top(rank: np.ndarray, count: np.ndarray, size: int) -> None:
 AWKWARD = [0.0, -0.0, 1.0, -1.0, INF, -INF, 3.4e38, -3.4e38, 1.2e-38, -1.2e-38, 0.5]
 
 
-@given(st.sampled_from([1, 12, 32, 70, 600]), st.integers(0, 2**32 - 1))
+@given(st.sampled_from([1, 12, 32, 70]), st.integers(0, 2**32 - 1))
 @example(12, 7)  # all found by comparing, the best of them 0
 def test_top_slots_of_equal_and_awkward_values(t, seed):
     """With values that are far apart or close together, in any mixture."""

@@ -29,9 +29,9 @@ def programs_forgotten() -> bool:
 
 @pytest.fixture(scope="session")
 def small_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the model: a layer on the device, and one on the host."""
+    """Folder of the model: a layer, whose rows are on the host."""
     folder = tmp_path_factory.mktemp("served")
-    make_shallow(EMBEDDED_FOLDER / "tiny-llama", folder / "tiny-llama", layers=2)
+    make_shallow(EMBEDDED_FOLDER / "tiny-llama", folder / "tiny-llama", layers=1)
     return folder
 
 

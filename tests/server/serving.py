@@ -103,7 +103,7 @@ def small_engine() -> Engine:
 
 def engine_of(model: Model, policy: Policy, **settings: Any) -> Engine:
     """An engine with the settings of `small_engine`."""
-    settings = {"dense_layers": 1, "schedule": "fused", "prefill_chunk": CHUNK} | settings
+    settings = {"dense_layers": 0, "schedule": "fused", "prefill_chunk": CHUNK} | settings
     return Engine(model, policy=policy, **settings)
 
 

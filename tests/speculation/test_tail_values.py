@@ -136,8 +136,10 @@ def test_values_that_follow_from_their_keys_are_attended_exactly(dtype, toleranc
     np.testing.assert_allclose(got, expected, atol=tolerance * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("name", ["int4", "float32"])
-@pytest.mark.parametrize(("columns", "tokens"), [(1, 128), (5, 128), (16, 128), (8, 4096)])
+@pytest.mark.parametrize(
+    ("name", "columns", "tokens"),
+    [("int4", 1, 128), ("int4", 5, 128), ("int4", 16, 128), ("int4", 8, 4096), ("float32", 5, 128)],
+)
 def test_sums_of_entries(name, columns, tokens):
     """Those of the keys that the index has, which its scores by unit vectors tell."""
     index, keys = IndexFormat(name, 20), jnp.asarray(normal(2, 3, 20, tokens))
