@@ -43,6 +43,22 @@ RULES: Titled = [
     ("alpha 6, tail blocks of 32 tokens", {"tail_tokens": 32}),
 ]
 
+# Query, index columns that predict the tail's values, and the result that has them.
+COLUMNS: Titled = [
+    (
+        f"{title}, {columns or 'none'}" + (" (default)" if columns == 8 else ""),
+        {**query, "tail_columns": columns, "tail_tokens": 64, "result": f"real-model/{result}"},
+    )
+    for title, query, columns, result in (
+        ("own query", OWN, 0, "no-columns-wiki-4096"),
+        ("own query", OWN, 4, "columns-wiki-4096"),
+        ("own query", OWN, 8, "columns-wiki-4096"),
+        ("own query", OWN, 16, "columns-wiki-4096"),
+        ("a layer ahead", AHEAD, 0, "no-columns-wiki-4096"),
+        ("a layer ahead", AHEAD, 8, "no-columns-wiki-4096"),
+    )
+]
+
 
 def by_text(result: str, *shows: str, **spec: Any) -> Titled:
     """Return columns: some values for each text."""
@@ -111,4 +127,5 @@ TABLES: Mapping[str, tuple[Titled, Titled, str]] = {
         of_one("rules-wiki-4096", ("index, MiB", "index"), policy="infinigen"),
         "",
     ),
+    "real columns": (COLUMNS, of_one(""), "columns"),
 }
