@@ -168,7 +168,8 @@ def test_a_stop_string_within_a_round_ends_a_turn():
     made = with_ends(perfect())
     vars(made.model)["tokenizer"] = Letters
     prompt, talk = RAGGED[0], made.conversation(context=100)
-    tokens = [token for step in talk.turn(prompt, 9, ignore_eos=True) for token in step.tokens]
+    steps = talk.turn(prompt, 9, ignore_eos=True)
+    tokens: list[Any] = [token for step in steps for token in step.tokens]
     stop = Letters.decode(tokens[:6])[-2:]  # two rounds of four tokens follow the first token
     count = next(n for n in range(1, 10) if stop in Letters.decode(tokens[:n]))
     talk.reset()

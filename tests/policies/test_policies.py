@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from runtime import NEW, RAGGED, engine, finished, random_model, slow_except
 
 from infinigen_jax.cache.layers import Slots
 from infinigen_jax.errors import InputError
+from infinigen_jax.models.llama import Layer
 from infinigen_jax.ops.span import Span
 from infinigen_jax.policies import H2O, POLICIES, Full, Oracle, Policy, PreviousQuery, Quest, Window
 from infinigen_jax.policies.base import Attended, Lookup
@@ -28,19 +30,14 @@ def drawn(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-class FixedQuery:
-    """A layer whose query is given; its attention input is not used."""
+class FixedQuery(Layer):
+    """A layer whose query is given; it has no parameters, so nothing else can be asked for."""
 
     def __init__(self, query: jax.Array):
-        self.given = query.reshape(B, K * G, D)
+        self.given = nnx.Param(query.reshape(B, K * G, D))
 
-    def query(self, a, positions):
-        return self.given
-
-    def attention_input(self, x):
-        raise AssertionError("not asked for")
-
-    key_value = finish_query = attention_output = mlp = attention_input
+    def query(self, a, positions, lengths=None):
+        return self.given[...]
 
 
 def settings(**more):
@@ -50,8 +47,7 @@ def settings(**more):
 @functools.partial(jax.jit, static_argnums=0)
 def select(policy: Any, state: Any, query: jax.Array, at: jax.Array) -> Request:
     """Select by a policy without weights of its own."""
-    layer: Any = FixedQuery(query)
-    size = policy.request_size(T)
+    layer, size = FixedQuery(query), policy.request_size(T)
     return policy.select(Lookup(CONFIG, layer, {}, state, jnp.zeros((B, 4)), at, size, T))
 
 
