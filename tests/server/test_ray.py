@@ -1,6 +1,7 @@
 """Two replicas under Ray Serve, on this machine; left out where Ray is not installed."""
 
 import concurrent.futures
+import os
 import re
 import signal
 import socket
@@ -29,7 +30,10 @@ def replicas(tmp_path: Path) -> Iterator[tuple[Any, Path]]:
     script = [sys.executable, "-u", str(ROOT / "deploy/ray_serve.py")]
     with open(log, "w") as file:
         options = ["--model", "tiny-llama", "--port", port, *SIZES]
-        process = subprocess.Popen([*script, *options], stdout=file, stderr=file, cwd=ROOT)
+        environment = os.environ | {"RAY_DEDUP_LOGS": "0"}  # every request has its line
+        process = subprocess.Popen(
+            [*script, *options], stdout=file, stderr=file, cwd=ROOT, env=environment
+        )
         try:
             wait(lambda: f"http://127.0.0.1:{port}\n" in log.read_text(), process, 300)
             yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x"), log
