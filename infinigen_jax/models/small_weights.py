@@ -25,6 +25,7 @@ from infinigen_jax.settings.engine import WEIGHT_DTYPES
 
 LANES = 32  # inputs in a group
 FEW_ROWS = 16  # rows up to which `product` beats a product with the decoded matrix
+UNITS = (1.0, 1 / 16)  # of the low and the high bits of a byte, as `_decoded` returns them
 LEVELS = (8, 15)  # least and most steps between the ends of an int4 group
 CODES = {
     jnp.dtype(codes): name
@@ -112,8 +113,8 @@ def rows_of(part: Params, size: int) -> Float[Array, "*f e"]:
         part: arrays whose leading axes are those of the outputs.
     """
     codes = part["codes"]
-    halves = range(2 if codes.dtype == jnp.uint8 else 1)
-    groups = jnp.stack([_decoded(codes, half) for half in halves], axis=-2)
+    units = UNITS if codes.dtype == jnp.uint8 else (1.0,)
+    groups = jnp.stack([_decoded(codes, i) * unit for i, unit in enumerate(units)], axis=-2)
     groups = groups.reshape(*codes.shape[:-2], -1, LANES)
     if "scale" in part:
         groups = groups * part["scale"][..., None]
@@ -123,7 +124,7 @@ def rows_of(part: Params, size: int) -> Float[Array, "*f e"]:
 
 
 def _decoded(codes: Shaped[Array, "*n 32"], half: int) -> Float[Array, "*n 32"]:
-    """Return codes as float32.
+    """Return codes as float32; in UNITS if two groups share their bytes.
 
     Args:
         half: which of two groups that share their bytes; 0 for other codes.
@@ -131,7 +132,7 @@ def _decoded(codes: Shaped[Array, "*n 32"], half: int) -> Float[Array, "*n 32"]:
     if codes.dtype == jnp.uint16:
         return lax.bitcast_convert_type(codes.astype(jnp.uint32) << 16, jnp.float32)
     if codes.dtype == jnp.uint8:
-        codes = (codes >> (4 * half)) & 15
+        codes = codes & (240 if half else 15)  # not shifted: CPUs do not shift vectors of bytes
     return codes.astype(jnp.float32)
 
 
@@ -154,10 +155,11 @@ def _written_out(rows: Float[Array, "b e"], part: Params) -> Float[Array, "b f"]
     x = jnp.pad(rows, ((0, 0), (0, units * each * LANES - rows.shape[1])))
     x = x.reshape(len(rows), 1, -1, terms, each, LANES)
     codes = codes.reshape(outputs, -1, terms, LANES)
+    in_units = x * jnp.array(UNITS[:each], jnp.float32).reshape(1, 1, 1, 1, each, 1)
     total: Any = 0.0
     for term in range(terms):
         for half in range(each):
-            summand = _decoded(codes[:, :, term], half)[None] * x[:, :, :, term, half]
+            summand = _decoded(codes[:, :, term], half)[None] * in_units[:, :, :, term, half]
             if scale is not None:
                 factors = scale.reshape(1, outputs, -1, terms, each)
                 summand = summand * factors[:, :, :, term, half, None]
