@@ -18,8 +18,7 @@ class HostLayer(NamedTuple):
     Attributes:
         number: index among the host layers.
         scales: parameters for decoding the rows, see `cache.row_format`.
-        weights: the policy's arrays for the layer; None if its own query needs none, as in a
-            streamed layer.
+        weights: the policy's arrays for the layer; None if its own query needs none.
         state: the policy's state of the layer, if its own query selects rows or scores a tail.
         positions: positions of the rows in its pool; None without a pool (slot = position).
     """
@@ -35,8 +34,7 @@ class ReadCache(NamedTuple):
     """Part of a cache that a decode step only reads.
 
     Attributes:
-        host: rows of the host layers, in the format of `cache.row_format`; None without host
-            layers.
+        host: rows of the host layers; None without host layers.
         states: the policy's device state (an index), per host layer; empty if the policy
             observes, since steps then replace it (`StepCache`).
         pool: positions of each host layer's rows; empty without a pool (slot = position).
@@ -55,9 +53,7 @@ class ReadCache(NamedTuple):
 class StepCache(NamedTuple):
     """Part of a cache that a decode step replaces; its arrays are donated.
 
-    Attributes:
-        hot: hot set of each host layer, see `Hot`.
-        states: the policy's state, if it observes; else empty.
+    `states` is the policy's state if it observes, else empty.
     """
 
     local: tuple[Local, ...]
@@ -67,11 +63,7 @@ class StepCache(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """Complete cache of a generation in progress; see `ReadCache` and `StepCache`.
-
-    Attributes:
-        states: the policy's state, in whichever part it belongs.
-    """
+    """Complete cache of a generation in progress; see `ReadCache` and `StepCache`."""
 
     host: Shaped[Array, "l a k t w"] | None
     states: tuple[Any, ...]

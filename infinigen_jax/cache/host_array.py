@@ -2,9 +2,8 @@
 
 A memory kind is part of an array's type. XLA may turn an operation on a host array into a copy of
 the whole array, or into arithmetic over PCIe. The functions here avoid both (tests/gpu inspects the
-compiled programs), so every access to host memory uses them. They run inside `jax.shard_map`
-because automatic partitioning of host gathers does not compile; on a mesh of one device this has no
-cost.
+compiled programs), so use them for every access to host memory. They run inside `jax.shard_map`
+because automatic partitioning of host gathers does not compile; one device has no extra cost.
 
 The host cache is one array [l, a, k, t, w]: host layers, sequences, KV heads, slots, and a row of
 width w that holds a token's key and value concatenated (w = 2d, or packed bytes).
@@ -15,8 +14,8 @@ Axis a holds the b sequences, followed by the prefix that all of them share, sto
     place on axis a (b + 2)    b            b + 1        the sequence's number
 
 Without a shared prefix a = b, and each sequence has t private slots. Functions here number a
-sequence's slots from 0, shared ones first, unless stated otherwise. Functions that write accept
-private slots only.
+sequence's slots from 0, shared ones first, unless stated otherwise; those that write accept private
+slots only.
 """
 
 import functools
@@ -68,32 +67,31 @@ def checked_mesh(mesh: Mesh | None, kv_heads: int) -> Mesh:
 
 
 class Placement(NamedTuple):
-    """Shardings of a generation's arrays on a mesh.
+    """Shardings of a generation's arrays on a mesh, stated at every jit boundary.
 
-    They are stated at every jit boundary. Shardings chosen by XLA would differ between the first
-    and the second step, which would compile the step twice.
+    Shardings chosen by XLA would differ after the first step and compile the step twice.
     """
 
     mesh: Mesh
 
     @property
     def whole(self) -> NamedSharding:
-        """Replicated: weights, scalars."""
+        """Sharding of replicated arrays: weights, scalars."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
     def batch(self) -> NamedSharding:
-        """[b, ...]: hidden states, lengths, tokens."""
+        """Sharding of [b, ...]: hidden states, lengths, tokens."""
         return NamedSharding(self.mesh, BATCH_SPEC)
 
     @property
     def rows(self) -> NamedSharding:
-        """[b, k, ...]: cached rows on the device, policy state."""
+        """Sharding of [b, k, ...]: cached rows on the device, policy state."""
         return NamedSharding(self.mesh, ROWS_SPEC)
 
     @property
     def host(self) -> NamedSharding:
-        """Host cache, in pinned host memory."""
+        """Sharding of the host cache, in pinned host memory."""
         return NamedSharding(self.mesh, CACHE_SPEC, memory_kind=HOST)
 
 
@@ -136,16 +134,12 @@ def to_device(x: Array) -> Array:
 
 
 def allocate_host(shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> Array:
-    """Allocate an uninitialised host cache [l, b, k, t, w], sharded over the mesh.
-
-    No array of its size is created in device memory. The contents are arbitrary: readers mask them.
-    """
+    """Allocate a host cache [l, b, k, t, w] with arbitrary contents and no copy on the device."""
     return _allocation(shape, jnp.dtype(dtype), mesh)()
 
 
 @functools.lru_cache(maxsize=64)
 def _allocation(shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> Any:
-    """Return the allocation program of a shape, compiled once."""
     sharding = Placement(mesh).host
     local = sharding.shard_shape(shape)
     make = jax.shard_map(
@@ -185,8 +179,7 @@ def gather_rows(
 def _gather(cache: Array, *places: Array) -> Array:
     """Move the rows at these indices of the cache's first four axes to device memory.
 
-    Args:
-        places: arrays of one shape, or that broadcast to that of the last one.
+    The indices broadcast to the shape of the last array.
     """
     shape = places[-1].shape
     indices = jnp.stack([jnp.broadcast_to(x, shape) for x in places], axis=-1)
@@ -220,8 +213,7 @@ def gather_items(
 ) -> Shaped[Array, "1 p c w"]:
     """Gather rows like `gather_rows`, on one device, for a list of work items.
 
-    Args:
-        head: KV head of each item, counted over all sequences.
+    `head` is the KV head of each item, counted over all sequences.
     """
     sequence, head = head // cache.shape[2], head % cache.shape[2]
     row, slots = _stored_at(cache, batch, sequence[:, None], slots)
@@ -262,8 +254,7 @@ def write_span(
 ) -> Shaped[Array, "l a k t w"]:
     """Write a chunk's rows into one layer, each sequence at its own position; in place if donated.
 
-    All other slots keep their contents: for padding, and beyond the end, the old rows are written
-    back.
+    All other slots keep their contents: padding and rows beyond the end write back the old rows.
     """
 
     def local(cache: Array, layer: Array, rows: Array, start: Array, count: Array) -> Array:
@@ -295,10 +286,7 @@ def read_sequence(
     size: int,
     mesh: Mesh,
 ) -> Shaped[Array, "1 k n w"]:
-    """Read `size` consecutive slots of one row of axis a into device memory.
-
-    Requires a mesh with one device on the axis "data".
-    """
+    """Read `size` consecutive slots of one row of axis a; needs one device on the axis "data"."""
 
     def local(cache: Array, layer: Array, sequence: Array, start: Array) -> Array:
         (_, _, k, _, w), zero = cache.shape, jnp.int32(0)
@@ -321,8 +309,7 @@ def write_block(
 ) -> Shaped[Array, "l a k t w"]:
     """Write n rows of m layers, from `layer`, to one row of axis a; in place if donated.
 
-    The rows begin at slot `start`, which is clamped to the last slots. Requires a mesh with one
-    device on the axis "data".
+    `start` is clamped so that the rows fit. Requires one device on the axis "data".
     """
 
     def local(cache: Array, layer: Array, sequence: Array, start: Array, rows: Array) -> Array:
@@ -371,7 +358,7 @@ def store_rows(
 def sharded(
     function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """Return a function of arrays on a mesh, given one of the parts that a device holds."""
+    """Return a function of arrays on a mesh, from one of the parts that a device holds."""
     return jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )

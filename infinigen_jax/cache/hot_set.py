@@ -8,9 +8,9 @@ the rows fetched last:
     used     [h]  position of the token that last requested the entry
 
 `replacement` looks a request up and assigns the missing rows to the least recently used entries. A
-transfer then moves the missing rows into their entries and returns all rows in the request's order.
-Attention therefore reads the same bits in the same order as without a hot set. Everything runs on
-the device with static shapes, without the host.
+transfer then moves the missing rows into their entries and returns all rows in the request's order,
+so attention reads the same bits in the same order as without a hot set. Everything runs on the
+device with static shapes.
 """
 
 from typing import Any, NamedTuple
@@ -27,12 +27,7 @@ from infinigen_jax.selection.select import Request, top_choice
 
 
 class HotSet(NamedTuple):
-    """Rows of one layer on the device, in the host's row format, and their directory.
-
-    Attributes:
-        slots, used, place: the directory, see the module's docstring; int32, but `place` may be
-            int16.
-    """
+    """Rows of one layer, in the host's row format, and their directory; `place` may be int16."""
 
     rows: Float[Array, "b k h w"]
     slots: Int[Array, "b k h"]
@@ -50,12 +45,7 @@ class HotSet(NamedTuple):
 
 
 class Replacement(NamedTuple):
-    """Source of each row of a request.
-
-    Attributes:
-        entry: hot entry that holds the row or will receive it; 0 for padding.
-        miss: whether the row has to be moved from the host; False for padding.
-    """
+    """Hot entry of each row of a request, and whether the row must move; 0, False for padding."""
 
     entry: Int[Array, "b k n"]
     miss: Bool[Array, "b k n"]
@@ -71,16 +61,9 @@ def replacement(
 ) -> tuple[HotSet, Replacement]:
     """Look a request up, and evict the least recently used entries for the missing rows.
 
-    Args:
-        hot: hot set with h at least the request's n, so that every missing row gets an entry.
-        request: distinct slots.
-        positions: positions of the current tokens; they grow from step to step.
-
-    Returns:
-        The hot set with the new directory and the old rows, and the replacement for the transfer.
-
-    Raises:
-        ValueError: if h is below n.
+    The request's slots are distinct and at most as many as entries (else ValueError); positions
+    grow from step to step. Return the hot set with the new directory and the old rows, and the
+    replacement for the transfer.
     """
     n, h = request.slots.shape[2], hot.slots.shape[2]
     capacity = hot.place.shape[2]
@@ -92,8 +75,8 @@ def replacement(
     miss = valid & (entry_of_slot < 0)
     now = jnp.broadcast_to(positions[:, None, None], hit.shape)
     used = put(hot.used, jnp.where(hit, entry_of_slot, h), now)
-    # At most n - hits rows are missing, and h - hits entries are not requested now: no hit is
-    # evicted. Exact in float32: positions are below 2^24.
+    # At most n - hits rows are missing, and h - hits entries are not requested: no hit is evicted.
+    # Exact in float32: positions are below 2^24.
     missing = jnp.sum(miss, axis=-1, dtype=jnp.int32)
     victims, *_ = top_choice(-used.astype(jnp.float32), missing, n)
     turn = jnp.cumsum(miss, axis=-1, dtype=jnp.int32) - 1

@@ -1,4 +1,4 @@
-"""Rows of the cache that stay on the device, by layer; `cache.cache` is the whole.
+"""Rows of the cache that stay on the device, by layer; `cache.cache` is the complete cache.
 
 A layer keeps its rows (K and V of one token in one KV head) in one of three forms.
 
@@ -32,11 +32,7 @@ Summed = Callable[[Array], Array]  # maps rows [b, k, n, w] to the terms of thei
 
 
 class Slots(NamedTuple):
-    """Static geometry of the resident rows.
-
-    Attributes:
-        tail_block: tokens of a block of `Resident.left`; 0 for a single block.
-    """
+    """Static geometry of the resident rows; a `tail_block` of 0 is one block of `Resident.left`."""
 
     sinks: int
     window: int
@@ -143,16 +139,15 @@ class Sliding(NamedTuple):
 
 
 def values_of(rows: Float[Array, "*n w"]) -> Float[Array, "*n d"]:
-    """Return the values: the second half of rows."""
+    """Return the values, the second half of rows."""
     return rows[..., rows.shape[-1] // 2 :]
 
 
 class Resident(NamedTuple):
     """Device part of a layer whose cache is on the host.
 
-    Attributes:
-        left: sum over all other tokens, which only the host has, per block of positions; float32,
-            None without a tail. The terms are the values, or those of `Policy.tail_values`.
+    `left` is the sum over all other tokens, which only the host has, per block of positions; None
+    without a tail. The terms are the values, or those of `Policy.tail_values`.
     """
 
     rows: Float[Array, "b k n w"]
@@ -162,11 +157,7 @@ class Resident(NamedTuple):
     def empty(
         cls, batch: int, heads: int, width: int, slots: Slots, dtype: Any, blocks: int = 0
     ) -> "Resident":
-        """Return the device part of an empty cache.
-
-        Args:
-            blocks: number of blocks of the sums; 0 keeps no sums.
-        """
+        """Return the device part of an empty cache, with sums of `blocks` blocks; 0 for none."""
         rows = jnp.zeros((batch, heads, slots.size, width), dtype)
         left = jnp.zeros((batch, heads, blocks, width // 2), jnp.float32) if blocks else None
         return cls(rows, left)
@@ -195,8 +186,8 @@ class Resident(NamedTuple):
         if left is not None:
             leaving = jnp.take_along_axis(rows, slot[:, None, None, None], axis=2)
             # The barrier fixes two orders. The old row is read before it is overwritten, or XLA may
-            # copy the ring to read it later. It is read after the new row is known, or XLA may read
-            # it during the transfer for an earlier layer.
+            # copy the ring. It is read after the new row is known, or XLA may read it during the
+            # transfer for an earlier layer.
             leaving, rows, row = lax.optimization_barrier((leaving, rows, row))
             left_at = position - slots.window
             values = summed(leaving)[:, :, 0].astype(jnp.float32)
@@ -226,11 +217,7 @@ Local = DenseLayer | Sliding | Resident  # rows that the device keeps of a layer
 def sums_of_values(
     rows: Float[Array, "b k n w"], counted: Bool[Array, "b kv n"]
 ) -> Float[Array, "b k 1 d"]:
-    """Return the sums of the values of the counted rows, float32; other rows may hold anything.
-
-    Args:
-        counted: mask of the rows, per KV head or, with kv = 1, for all heads.
-    """
+    """Return the sums of the values of the counted rows, float32; other rows may hold anything."""
     values = jnp.where(counted[..., None], values_of(rows).astype(jnp.float32), 0.0)
     return jnp.sum(values, axis=2, keepdims=True)
 
@@ -238,11 +225,7 @@ def sums_of_values(
 def _picked(
     layer: DenseLayer | Sliding, positions: Int[Array, "b n"], slots: Slots | None, dtype: Any
 ) -> Part:
-    """Return the rows of some positions; position -1 gives an invalid row.
-
-    Args:
-        slots: slots of the layer; None where slot = position.
-    """
+    """Return the rows of some positions, invalid for -1; slot = position if `slots` is None."""
     valid_positions = jnp.maximum(positions, 0)
     at = (valid_positions if slots is None else slots.of(valid_positions))[:, None, :, None]
     keys, values = (from_kept(jnp.take_along_axis(x, at, axis=2), dtype) for x in layer)
@@ -252,7 +235,7 @@ def _picked(
 def _moved_on(
     ring: Shaped[Array, "b k n w"], rows: Shaped[Array, "b k c w"], span: Span, slots: Slots
 ) -> Shaped[Array, "b k n w"]:
-    """Return resident rows after a chunk's rows are added."""
+    """Return resident rows with a chunk's rows added."""
     positions = slots.positions(span.end - 1)
     new = jnp.clip(positions - span.start[:, None], 0, rows.shape[2] - 1)
     new = jnp.take_along_axis(rows, new[:, None, :, None], axis=2)

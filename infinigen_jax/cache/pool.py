@@ -1,7 +1,7 @@
 """Host pool: a limited host cache whose slots are reused (section 4.4 of the paper).
 
-Without a limit, a row's slot is its position. With a limit, the host keeps t rows per layer,
-sequence and KV head for any context length. A directory on the device describes the slots:
+Without a limit, a row's slot is its position. With one, the host keeps t rows per layer, sequence
+and KV head for any context length. A directory on the device describes the slots:
 
     positions  [t]  position of the token in each slot, -1 while it is free
     used       [t]  key of the eviction order, updated by every request
@@ -33,12 +33,7 @@ COUNTER_BITS = 8
 
 
 class Kept(NamedTuple):
-    """Device state of a layer with a pool; every step replaces it.
-
-    Attributes:
-        used: key of the eviction order; None for fifo.
-        hot: the layer's hot set, if any.
-    """
+    """Device state of a layer with a pool, replaced by every step; `used` is None for fifo."""
 
     used: Shaped[Array, "b k t"] | None
     hot: HotSet | None
@@ -81,9 +76,7 @@ def touch(
 class Insertion(NamedTuple):
     """Slots of new rows, and the directory after their insertion.
 
-    Attributes:
-        slots: slot of each row; t for a row that the pool does not take.
-        evicted: whether the slot held another row.
+    A slot is t for a row that the pool does not take. `evicted` marks slots that held another row.
     """
 
     slots: Int[Array, "b k n"]
@@ -100,14 +93,10 @@ def insert(
     lengths: Int[Array, " b"],
     sinks: int,
 ) -> Insertion:
-    """Make room for the rows of a window.
+    """Make room for the rows of a window, at positions `new`, ascending and without gaps.
 
     Three kinds of rows are left out: rows already in the pool, rows after a sequence's end, and
-    sinks that stay on the device.
-
-    Args:
-        used: None for fifo, and for a layer without requests.
-        new: positions of the rows, ascending and without gaps.
+    sinks that stay on the device. `used` is None for fifo, and for a layer without requests.
     """
     (_, _, t), n = positions.shape, new.shape[1]
     latest = jnp.max(positions, axis=-1, keepdims=True)
@@ -136,7 +125,7 @@ def _leaving(
 ) -> Bool[Array, "b k t"]:
     """Mark the `need` slots that come first in the eviction order, after all free slots.
 
-    Slots of the recent window are not marked, since the device still has their rows.
+    The recent window, whose rows the device still has, is not marked.
     """
     t = positions.shape[2]
     recent = max(min(int(t * pool.recent), t - pool.sinks), window)

@@ -11,7 +11,7 @@ so quantised rows are fetched, written and overwritten like exact ones.
 
 Key columns differ, and some have a mean far from zero. Keys are therefore shifted by the prompt's
 mean of each column and divided by a power of two near the square root of its deviation. Values are
-quantised unchanged. docs/quantisation.md compares this with other choices.
+quantised unchanged. docs/quantisation.md compares other choices.
 """
 
 import dataclasses
@@ -42,11 +42,8 @@ PRIOR_TOKENS = 16  # weight of the prior on a column's statistics, in tokens
 class Scales(NamedTuple):
     """Shift and scale of keys before quantisation, float32.
 
-    The columns of the value have shift 0 and scale 1, so that a row is processed as a whole.
-
-    Attributes:
-        centre: mean of the prompt's keys, shrunk towards 0 for a short prompt.
-        scale: powers of two, so that the division is exact.
+    `centre` is the mean of the prompt's keys, shrunk towards 0 for a short prompt. `scale` is a
+    power of two, so that the division is exact. Values have shift 0 and scale 1.
     """
 
     centre: Float[Array, "b k w"]
@@ -60,7 +57,6 @@ class RowFormat:
     Attributes:
         name: "exact", "int8" or "int4".
         dtype: dtype of the model and of decoded rows.
-        head_dim: columns d of a key; a decoded row has 2d columns.
         as_bits: whether exact two-byte rows are stored as integers, see `ops.bit_storage`.
     """
 
@@ -121,11 +117,8 @@ class RowFormat:
         """Return the scales of each sequence from its prompt: Scales, or () for exact rows.
 
         The square root is a compromise. Division by the deviation is best if queries are small in
-        the columns where keys are large. No division is best if queries are large in these columns
-        too, as in a skewed basis.
-
-        Args:
-            lengths: valid tokens of each prompt; later rows are ignored.
+        the columns where keys are large; no division is best if queries are large there too, as in
+        a skewed basis. Rows from `lengths` on are ignored.
         """
         if self.exact:
             return ()
@@ -151,8 +144,7 @@ class RowFormat:
     def encode(self, scales: Any, rows: Float[Array, "b k n w"]) -> Array:
         """Return rows in their stored form: [b, k, n, width] of `storage`.
 
-        Equal rows give equal bytes in every program. A group with a NaN or an infinity decodes to
-        NaN.
+        Equal rows give equal bytes in every program. A NaN or an infinity makes its group NaN.
         """
         if self.exact:
             return to_kept(rows.astype(self.dtype), self.storage)
@@ -181,11 +173,7 @@ class RowFormat:
         return (x * scales.scale[:, :, None] + scales.centre[:, :, None]).astype(self.dtype)
 
     def _rounded(self, rows: Array) -> Array:
-        """Return rows in float32, rounded to the model's dtype.
-
-        XLA may drop the rounding between a bfloat16 computation and a conversion to float32. A row
-        would then be quantised from another number than the stored one.
-        """
+        """Return rows rounded to the model's dtype in float32; XLA may drop a plain conversion."""
         kind = jnp.finfo(self.dtype)
         return lax.reduce_precision(rows.astype(jnp.float32), kind.nexp, kind.nmant)
 

@@ -6,10 +6,9 @@
     tensor.cu, score.cu score a quantised index
     attend.cu           attend to fetched rows
 
-They need only JAX's CUDA wheels: NVRTC compiles the sources to PTX (`nvrtc`), which becomes part of
-XLA's programs (`launch`, `calls`, `scoring`). Before the first use on a machine,
-`infinigen_jax.check_kernels` verifies them (`first_use`). The environment variable
-INFINIGEN_JAX_KERNELS turns them off (`0`) or skips the check (`unchecked`).
+NVRTC, from JAX's CUDA wheels, compiles the sources to PTX (`nvrtc`), which becomes part of XLA's
+programs (`launch`, `calls`, `scoring`). `first_use` checks them once on a machine. The environment
+variable INFINIGEN_JAX_KERNELS turns them off (`0`) or skips the check (`unchecked`).
 
 Imports selection, ops, files, errors. Start reading at launch.py.
 """
@@ -26,7 +25,7 @@ from infinigen_jax.errors import one_line
 
 @functools.cache
 def load() -> str | None:
-    """Prepare the compilation of the kernels; return None, or a line with why it is impossible."""
+    """Prepare the compilation of the kernels; return None, or a line that says why it failed."""
     if jax.default_backend() != "gpu":
         return "JAX sees no NVIDIA GPU"
     try:
@@ -40,10 +39,7 @@ def load() -> str | None:
 
 @functools.cache
 def unavailable() -> str | None:
-    """Return a line with the reason why this process cannot use the kernels, or None.
-
-    The first call loads them, and checks them if this machine has not checked them before.
-    """
+    """Return why this process cannot use the kernels, or None; load and check them on first use."""
     switch = os.environ.get(first_use.SWITCH)
     if switch == first_use.OFF:
         return f"{first_use.SWITCH} is {switch}"

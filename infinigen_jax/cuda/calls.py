@@ -43,16 +43,10 @@ def gather(
     blocks: int,
     threads: int,
 ) -> tuple[Shaped[Array, "b k n w"], Shaped[Array, "b k h w"] | None]:
-    """Gather rows of a layer from pinned memory during other work. See gather.cu.
+    """Gather the `count` valid rows of a layer from pinned memory during other work. See gather.cu.
 
-    Args:
-        slots: slots as `cache.host_array.kernel_slots` numbers them.
-        count: number of valid slots; rows after them are undefined.
-        hot, entry, miss: the hot set's rows and its replacement, or None.
-        blocks, threads: maximum number of blocks, and of threads per block.
-
-    Returns:
-        The gathered rows and the hot set's, updated in place if donated.
+    Slots are numbered by `cache.host_array.kernel_slots`; rows after the valid ones are undefined.
+    `hot` are the hot set's rows, updated in place if donated; `entry` and `miss` its replacement.
 
     Raises:
         InputError: rows are not whole vectors of 16 bytes, or too many for one launch.
@@ -97,12 +91,9 @@ def attend_rows(
     count: Int[Array, "b k"],
     cap: float | None,
 ) -> Softmax:
-    """Attend to the valid rows of a request. See attend.cu.
+    """Attend to the first `count` rows of a request; the others are not read. See attend.cu.
 
-    Args:
-        rows: key and value of each row, of a dtype and head size for which `attends` holds.
-        count: number of valid rows; those after them are not read.
-        cap: bound of the scores, as in `ops.attention.attend`.
+    `attends` must hold for the rows' dtype and the head size.
     """
     b, k, g, d = q.shape
     n = rows.shape[2]
@@ -136,7 +127,6 @@ def select_rows(
         scores: speculated logits, float32.
         most: number of rows that the budget allows each sequence.
         alpha: largest distance of a selected score below the best one (section 4.3); may be `inf`.
-        sinks, window: tokens that stay on the device and are not fetched.
     """
 
     def local(scores: Array, positions: Array, most: Array) -> tuple[Array, Array]:

@@ -35,7 +35,7 @@ WHAT, ERROR = "the check of the CUDA kernels", "error: "
 
 
 def failure() -> str | None:
-    """Return a line with the reason why the kernels must not be used on this GPU, or None.
+    """Return why this GPU must not use the kernels, or None.
 
     Raises:
         OSError: the driver or the compiler is missing.
@@ -67,7 +67,7 @@ def remember(device: Any) -> None:
 
 
 def combination(device: Any) -> str:
-    """Return the text, several lines, that identifies everything a check's outcome depends on."""
+    """Return lines that identify everything a check's outcome depends on."""
     return "\n".join(
         [
             f"GPU {device.device_kind}",
@@ -82,7 +82,7 @@ def combination(device: Any) -> str:
 
 
 def sources() -> bytes:
-    """Return the code of the kernels, and of what calls and checks them."""
+    """Return the code of the kernels, and of the modules that call and check them."""
     package = resources.files("infinigen_jax")
     callers = ("check_kernels.py", "transfer/cuda.py", "cache/host_array.py", "ops/attention.py")
     files = [*(package / "cuda").iterdir(), *(package / name for name in callers)]

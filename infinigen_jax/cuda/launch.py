@@ -1,8 +1,8 @@
 """Launches of the kernels, as operations of XLA's programs.
 
 XLA compiles a kernel into a program from PTX and launches it as one of its own: a decode step is a
-single CUDA graph without a call of Python. A kernel's parameters are then pointers alone, so it is
-compiled for each combination of its integers, which all layers share.
+single CUDA graph without a call of Python. A kernel then takes only pointers as parameters, so it
+is compiled for each combination of its integers, which all layers share.
 
 A `concurrent` launch is an asynchronous call in the program. If the program is compiled with
 `CONCURRENT`, other work runs from the moment its operands exist until something needs its results.
@@ -27,7 +27,7 @@ KERNELS = (
 )
 TARGET = "__gpu$xla.gpu.ptx"
 # Option of XLA's compiler: the nodes of a program's CUDA graph depend on each other by the buffers
-# they use. By default all run in the order of the program.
+# they use. By default they run in the order of the program.
 CONCURRENT: dict[str, int | str] = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 ASYNCHRONOUS = {"_xla_stream_annotation": "1", "inlineable": "false"}
 ENTRY = """{source}
@@ -49,12 +49,10 @@ def call(
     aliases: dict[int, int] | None = None,
     concurrent: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Trace a launch of a kernel.
+    """Trace a launch of a kernel, whose parameters are pointers to all arrays, then `integers`.
 
     Args:
-        operands, results: the arrays whose pointers are the kernel's first parameters.
         grid: number of blocks, and of threads per block.
-        integers: its other parameters.
         aliases: operand index -> index of the result that updates it in place.
         concurrent: whether other work runs at the same time.
 
@@ -90,14 +88,7 @@ def source() -> str:
 
 @functools.cache
 def ptx(kernel: str, threads: int, pointers: int, integers: tuple[int, ...]) -> str:
-    """Compile a kernel for this process's GPUs, with its integers as constants.
-
-    Args:
-        pointers: number of its parameters before the integers.
-
-    Raises:
-        OSError, nvrtc.CompileError: it cannot be compiled.
-    """
+    """Compile a kernel for these GPUs, with its integers as constants after `pointers` pointers."""
     names = [f"p{i}" for i in range(pointers)]
     text = ENTRY.format(
         source=source(),
@@ -117,11 +108,7 @@ def architecture() -> int:
 
 @functools.cache
 def driver_version() -> int:
-    """Return the CUDA version of the driver: 13010 for 13.1.
-
-    Raises:
-        OSError: no driver is installed.
-    """
+    """Return the CUDA version of the driver, 13010 for 13.1; raise OSError without a driver."""
     version = ctypes.c_int()
     ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     return version.value
@@ -130,8 +117,7 @@ def driver_version() -> int:
 def readable(code: str, driver: int) -> str:
     """Lower the version of PTX to the newest that a driver reads; the kernels need none above 8.0.
 
-    CUDA 12.0 to 12.5 and 13 read the version (major - 4).minor; 12.6 reads 8.5, 12.7 reads 8.6, and
-    so on.
+    CUDA 12.0 to 12.5 and 13 read (major - 4).minor; 12.6 reads 8.5, 12.7 reads 8.6, and so on.
     """
     major, minor = driver // 1000, driver % 1000 // 10
     newest = major - 4, minor - (major == 12 and minor >= 6)

@@ -23,7 +23,7 @@ SYSTEM_NAMES = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 
 
 class CompileError(RuntimeError):
-    """NVRTC refused the source; holds its messages."""
+    """NVRTC refused the source; contains its messages."""
 
 
 def ptx(source: str, architecture: int, folder: Path | None = None) -> str:
@@ -69,11 +69,7 @@ class Nvrtc:
     @staticmethod
     @functools.cache
     def load() -> "Nvrtc":
-        """Load the first of `libraries` that works.
-
-        Raises:
-            OSError: none does.
-        """
+        """Load the first of `libraries` that works; raise OSError if none does."""
         for name in libraries():
             with contextlib.suppress(OSError):
                 return Nvrtc(ctypes.CDLL(name))
@@ -88,11 +84,7 @@ class Nvrtc:
         return sorted(values)
 
     def compile(self, source: str, architecture: int) -> str:
-        """Compile PTX for an architecture, or for the newest that the library knows before it.
-
-        Raises:
-            CompileError: the source does not compile.
-        """
+        """Compile to PTX for an architecture, or the newest before it that the library knows."""
         known = [a for a in self.architectures() if a <= architecture]
         if not known:
             raise CompileError(f"NVRTC {self.version} does not support sm_{architecture}")

@@ -21,12 +21,7 @@ TAIL_BLOCKS = (32, 64, 128)  # slots per number of `index_rest`
 def index_scores(
     query: Float[Array, "b k g r"], index: UInt32[Array, "b k e t"]
 ) -> Float[Array, "b k g t"]:
-    """Return the scores of every slot.
-
-    Args:
-        query: float32, in the index's coordinates; at most MAX_COLUMNS columns.
-        index: codes and scales of the keys.
-    """
+    """Return the scores of all slots, for float32 queries of at most MAX_COLUMNS columns."""
 
     def local(query: Array, index: Array) -> Array:
         b, k, g, _ = query.shape
@@ -51,11 +46,9 @@ def index_rest(
 ) -> Rest:
     """Compute `selection.rest.log_rest` without storing the scores.
 
-    Args:
-        positions: positions of the current tokens; slots from sinks to position - window count.
-        slots, count: requested slots, which do not count.
-        blocks: m; a block has t / m slots, one of TAIL_BLOCKS.
-        columns: c of `Rest.entry`, at most the last of LEADING; 0 for none.
+    Slots from `sinks` to position - `window` count, except the requested ones. A block has t / m
+    slots, one of TAIL_BLOCKS. `columns` is c of `Rest.entry`, at most the last of LEADING; 0 for
+    none.
     """
     leading = min((n for n in LEADING if n >= columns), default=0) if columns else 0
 

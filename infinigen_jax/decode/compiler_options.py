@@ -15,12 +15,11 @@ logger = logging.getLogger(__name__)
 
 Options = dict[str, int | str]
 
-# XLA's limit of concurrent asynchronous operations. The default is two, and a third copy starts
-# only after the first has been awaited. A step begins with the weight copies of two layers, one
-# copy per matrix.
+# XLA's limit of concurrent asynchronous operations. By default a third copy starts only after the
+# first has been awaited. A step begins with the weight copies of two layers, one copy per matrix.
 COPIES_IN_FLIGHT: Options = {"xla_gpu_experimental_parallel_async_compute_limit": 32}
-# On the CPU, products with two-byte weights are computed in float32. The default schedule favours
-# concurrency: it converts the weights of all layers first and holds them all in memory.
+# On the CPU, products with two-byte weights are computed in float32. The default schedule converts
+# the weights of all layers first, for concurrency, and holds them all in memory.
 ONE_AFTER_THE_OTHER: Options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 # XLA prefers 256-bit vectors even where longer ones exist, because the first AVX-512 processors
 # lowered their clock for them. Processors with LONG_VECTORS (Ice Lake, Zen 4 and later) do not.
@@ -28,8 +27,8 @@ WIDTH = "xla_cpu_prefer_vector_width"
 WIDE: Options = {WIDTH: 512}
 LONG_VECTORS = "avx512_vbmi2"
 # The YNN library multiplies a few queries by many rows, or rows by weights, faster than XLA's own
-# loops. XLA also gives it reductions: good for the scores of a chunk, but those of a few queries
-# take several times as long, as their operands are materialised first.
+# loops. Its reductions are good for the scores of a chunk, but take several times as long for those
+# of a few queries, since it materialises their operands; it therefore gets products only.
 LIBRARY = "xla_cpu_experimental_ynn_fusion_type"
 PRODUCTS: Options = {LIBRARY: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
 CPU_INFO = Path("/proc/cpuinfo")
@@ -64,10 +63,7 @@ def step_options(layout: Layout) -> Options:
 
 
 def long_vectors() -> bool:
-    """Whether programs run on a CPU that computes with 512-bit vectors at its full clock.
-
-    False if the environment sets the vector width.
-    """
+    """Whether this CPU has full-clock 512-bit vectors and the environment sets no vector width."""
     if jax.default_backend() != "cpu" or WIDTH in os.environ.get("XLA_FLAGS", ""):
         return False
     return LONG_VECTORS in _cpu_info(CPU_INFO)
@@ -82,10 +78,9 @@ def _cpu_info(file: Path) -> str:
 
 
 def _known(options: Options, without: str | None = None) -> Options:
-    """Return the options if this XLA accepts them; else none, after one warning.
+    """Return the options if this XLA accepts them, else none, after one warning.
 
-    Args:
-        without: effect of missing options, for the warning; no warning if None.
+    `without` is the effect of missing options, for the warning; None gives no warning.
     """
     return options if _compiles(tuple(options.items()), without) else {}
 

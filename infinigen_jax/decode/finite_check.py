@@ -47,11 +47,7 @@ def look(
     start: Int[Array, " b"],
     count: Int[Array, " b"],
 ) -> Int[Array, "b 2"]:
-    """Return the earlier place, or the place of the chunk's first token whose `x` is not finite.
-
-    Args:
-        x: output of the stage for a chunk of tokens.
-    """
+    """Return the earlier place, or that of the chunk's first token whose `x` is not finite."""
     valid = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < count[:, None]
     bad = valid & ~jnp.all(jnp.isfinite(x), axis=-1)
     position = start + jnp.argmax(bad, axis=1).astype(jnp.int32)
@@ -61,11 +57,7 @@ def look(
 
 
 class Places:
-    """First places that are not finite, over the chunks of some prompts.
-
-    Args:
-        decoder, embedding: compute the logits after the last layer.
-    """
+    """First places that are not finite, over the chunks of some prompts."""
 
     def __init__(self, decoder: "Decoder", embedding: Params, prompts: int):
         self.layers = decoder.config.num_layers
@@ -75,7 +67,7 @@ class Places:
     def __call__(
         self, stage: int, x: Float[Array, "b c e"], start: Int[Array, " b"], count: Int[Array, " b"]
     ) -> None:
-        """Check the output of a stage; see `look`."""
+        """Check a stage's output; after the last layer, also the logits of the last token."""
         self.place = look(self.place, np.int32(stage), x, start, count)
         if stage == self.layers:
             one = jnp.minimum(count, 1)
@@ -87,19 +79,14 @@ class Places:
 def _last_logits(
     decoder: "Decoder", embedding: Params, x: Float[Array, "b c e"], count: Int[Array, " b"]
 ) -> Float[Array, "b 1 v"]:
-    """Return the logits after the last token of each sequence."""
     last = jnp.maximum(count - 1, 0)[:, None, None]
     return decoder.logits(embedding, jnp.take_along_axis(x, last, axis=1)[:, 0])[:, None]
 
 
 def refuse(places: Sequence[Any], layers: int, prompts: Any) -> None:
-    """Raise if a place is set.
+    """Raise NotFiniteError, which names prompt, layer and position, if a place is set.
 
-    Args:
-        prompts: [b] prompt number of each sequence; below 0 for those that belong to no prompt.
-
-    Raises:
-        NotFiniteError: names prompt, layer and position.
+    `prompts` is the prompt number of each sequence; below 0 for those that belong to no prompt.
     """
     for place in places:
         for prompt, (stage, position) in zip(prompts, np.asarray(place), strict=True):

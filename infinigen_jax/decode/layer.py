@@ -57,12 +57,8 @@ class Decoder(Layout):
     ) -> tuple[Carry, LayerState]:
         """Compute one layer of a step: speculate, start the transfer, attend, MLP, wait.
 
-        Args:
-            carry: output of the previous layer; `carry.fetched` holds this layer's rows, if an
-                earlier layer requested them.
-
-        Returns:
-            The carry for the next layer, with the rows fetched for it, and the new state.
+        `carry.fetched` holds this layer's rows if an earlier layer requested them; on return, the
+        rows for the next layer.
         """
         layer, rows = self.blueprint.layer(inputs.params), layer_rows(self, inputs, state)
         a, positions = layer.attention_input(carry.x), inputs.positions
@@ -90,9 +86,8 @@ class Decoder(Layout):
     ) -> tuple[Carry, Started | None, Hot]:
         """Request rows by a layer's input: those of its target, or its own, which it awaits.
 
-        Returns:
-            The carry, with the layer's rows if it selects by its own query; the transfer under way,
-            if any; and the new hot set.
+        Return the carry, with the layer's rows if it selects by its own query; the transfer under
+        way, if any; and the new hot set.
         """
         target, place = inputs.target, inputs.place
         if target is not None:
@@ -115,8 +110,7 @@ class Decoder(Layout):
     ) -> tuple[Started | None, Float[Array, "b k g d"]]:
         """Request the target's rows after attention to the resident rows, if the policy says so.
 
-        Returns:
-            The transfer under way, if any, and the query, tied to a new request.
+        Return the transfer under way, if any, and the query, tied to a new request.
         """
         if inputs.target is None or self.policy.source != "resident":
             return started, q
@@ -135,12 +129,7 @@ class Decoder(Layout):
         a: Float[Array, "b e"],
         hot: Hot,
     ) -> Started:
-        """Select rows for a layer and start their transfer.
-
-        Args:
-            inputs: arrays of the current layer; needs `host`.
-            a: attention input that approximates the target's.
-        """
+        """Select rows for a layer by its approximate attention input, and start their transfer."""
         assert inputs.host is not None
         request = self.select(target, a, inputs.positions, capacity_of(inputs.host, len(a)))
         moved, replacement, used = request.count, None, None
@@ -185,14 +174,14 @@ class Decoder(Layout):
     def tie(self, started: Started | None, q: Array) -> Array:
         """Keep the work on a query apart from the work that leads to a request.
 
-        XLA would merge products of both, and the transfer could start only after all of them.
+        XLA would merge products of both, and the transfer would start only after all of them.
         """
         if started is None or not self.transfer.concurrent:
             return q
         return lax.optimization_barrier((started.request.slots, q))[1]
 
     def wait(self, started: Started | None, carry: Carry, hot: Hot) -> tuple[Carry, Hot]:
-        """Await a transfer after the work on `carry.x`, and put its rows into the carry."""
+        """Await a transfer after the work on `carry.x`, and put its rows in the carry."""
         if started is None:
             return carry, hot
         with jax.named_scope("wait"):
@@ -208,14 +197,9 @@ class Decoder(Layout):
         return Carry(x, Fetched(started.request, rows), counts), hot
 
     def place(self, weights: Weights, read: ReadCache, number: int, at: Any) -> HostLayer | None:
-        """Return where the host keeps the rows of its layer `number`.
+        """Return where the host keeps the rows of its layer `number`; None if that is -1.
 
-        Args:
-            number: index among the host layers; -1 for a layer on the device.
-            at: the same index as a device scalar.
-
-        Returns:
-            None for a layer on the device.
+        `at` is the same index as a device scalar.
         """
         if number < 0:
             return None
@@ -244,11 +228,7 @@ class Decoder(Layout):
         return Carry(x, None, Counts(none, none))
 
     def request_first(self, inputs: LayerInputs, hot: Hot, carry: Carry) -> tuple[Carry, Hot]:
-        """Fetch the rows of layer 0 when it is on the host; nothing overlaps this transfer.
-
-        Args:
-            inputs: inputs of layer 0, with layer 0 as the target.
-        """
+        """Fetch the rows of layer 0, the target, if it is on the host; nothing overlaps this."""
         assert inputs.target is not None
         attention_input = self.blueprint.layer(inputs.params).attention_input(carry.x)
         return self.wait(self.start(inputs, inputs.target, attention_input, hot), carry, hot)
@@ -277,18 +257,10 @@ class Decoder(Layout):
         *,
         streams: bool,
     ) -> tuple[Shaped[Array, "l a k t w"], Any]:
-        """Write the ring of a host layer to the host, and its keys to the policy's state.
+        """Write the ring of host layer `number` to the host, and its keys to the policy's state.
 
         The ring holds the `window` tokens before `lengths`. The call is idempotent: rows that the
-        host already has are written again.
-
-        Args:
-            weights: the policy's arrays for the layer, from `Policy.prepare`.
-            number: index among the host layers.
-            streams: whether the layer is streamed; a streamed layer has no policy state.
-
-        Returns:
-            The new `host` and `state`.
+        host already has are written again. A layer that `streams` has no policy state.
         """
         start = jnp.maximum(lengths - self.policy.window, 0)
         span = Span(start, jnp.minimum(lengths, self.policy.window))

@@ -6,8 +6,8 @@ Both kinds have the same methods, so that `Decoder.decode_layer` treats them ali
     near()               rows on the device, for a guess that waits for no transfer
     attend(q, carry)     attention over all rows that the layer attends to
 
-A layer on the host attends to its resident and its fetched rows. If it selects nothing, it attends
-to all rows, streamed block by block.
+A layer on the host attends to its resident and its fetched rows, or if it selects nothing to all
+rows, streamed block by block.
 """
 
 import dataclasses
@@ -116,11 +116,7 @@ class HostRows:
     def _attend_fetched(
         self, q: Float[Array, "b k g d"], fetched: Fetched
     ) -> tuple[Float[Array, "b k g d"], Attended | None]:
-        """Attend to the resident and the fetched rows.
-
-        Returns:
-            The output, and the attention weights for a policy that observes them.
-        """
+        """Attend to resident and fetched rows; also return the weights if the policy observes."""
         layout, request = self.layout, fetched.request
         if layout.in_chunks:
             return self._attend_chunks(q, fetched), None
@@ -177,8 +173,7 @@ class HostRows:
     ) -> Tail | None:
         """Return host-only rows that were not fetched as one token, if the policy has a tail.
 
-        Args:
-            taken: sum of the fetched values; used by a tail of one mean.
+        A tail of one mean needs `taken`, the sum of the fetched values.
         """
         if self.layout.slots.tail_block:
             return self.tail_blocks(q, request)
@@ -199,9 +194,9 @@ class HostRows:
     def tail_blocks(self, q: Float[Array, "b k g d"], request: Request) -> Tail:
         """Return host-only rows that were not fetched as one token per block.
 
-        The scores come from the layer's own query. A block's value is the mean over all host-only
-        tokens of the block, fetched or not, plus the correction that the policy predicts from the
-        index entries of the tokens that were not fetched (`speculation.tail`).
+        The scores come from the layer's own query. A block's value is the mean over all its
+        host-only tokens, fetched or not, plus the correction that the policy predicts from the
+        index entries of those not fetched (`speculation.tail`).
         """
         layout, weights, rest = self.layout, self.place.weights, request.rest
         assert self.local.left is not None and weights is not None
@@ -228,13 +223,12 @@ class HostRows:
         return self.layout.slots.eligible(self.positions, capacity)[:, None]
 
     def _attend_streamed(self, q: Float[Array, "b k g d"]) -> Float[Array, "b k g d"]:
-        """Attend to the resident rows and all rows on the host, block by block."""
         layout, cap, batch = self.layout, self.layout.config.attention_softcap, q.shape[0]
         capacity = capacity_of(self.host, batch)
         block = min(capacity, STREAM_BLOCK)
         eligible = self._on_host_only()
-        # With a pool the capacity need not be a multiple of the block. The last read then starts
-        # early and overlaps the previous block; the rows read again are masked.
+        # The capacity of a pool may not be a multiple of the block. The last read then starts early
+        # and overlaps the previous block; the rows read again are masked.
         blocks = -(-capacity // block)
 
         def visit(i: Array, state: Any) -> Any:
@@ -256,7 +250,6 @@ class HostRows:
         return finish_softmax(state, q)
 
     def _count_streamed(self, counts: Counts) -> Counts:
-        """Add all host-only rows of the layer to the counts."""
         host_rows = self._on_host_only()
         rows = jnp.sum(host_rows, axis=(1, 2), dtype=jnp.int32)
         rows = rows * (self.layout.config.num_kv_heads // host_rows.shape[1])

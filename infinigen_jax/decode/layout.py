@@ -26,14 +26,11 @@ class Layout:
     """Model architecture and engine settings that determine the programs of a step.
 
     Attributes:
-        dtype: dtype of weights and activations.
         dense_layers: leading layers whose cache stays on the device. Layers with a sliding window
             also stay there.
         mesh: axes "data" (sequences) and "model" (KV heads).
-        rows: format of the host's rows, see `cache.row_format`.
         hot_set: entries of the hot set in multiples of a request; 0 for none, else at least 1.
-        weights_on_host: whether weights stay in host memory, see `transfer.host_weights`.
-        curves: measured loss of each layer by budget, if the budget is shared out by it.
+        curves: measured loss of each layer by budget, if the layers' budgets depend on it.
     """
 
     config: ModelConfig
@@ -50,9 +47,9 @@ class Layout:
 
     @functools.cached_property
     def of_chunks(self) -> Self:
-        """The layout with defaults for all settings that a prompt's layers do not depend on.
+        """The layout with defaults for all settings that do not affect a prompt's layers.
 
-        Engines that differ in these settings alone share the programs, also those on disk.
+        Engines that differ only in these settings share the programs, also those on disk.
         """
         return dataclasses.replace(
             self, policy=Full(), dense_layers=0, hot_set=0.0, pool=None, curves=None
@@ -87,7 +84,7 @@ class Layout:
         return None if window is None else min(window, capacity)
 
     def summed(self, weights: Params) -> Summed:
-        """Return the function of the rows that leave a layer's ring which the tail sums."""
+        """Return the function of rows leaving a layer's ring whose results the tail sums."""
         return functools.partial(self.policy.tail_values, weights)
 
     @property
@@ -136,9 +133,9 @@ class Layout:
         return [self.budget_policy(i).request_size(capacity) for i in self.selecting]
 
     def request_size(self, capacity: int) -> int:
-        """Return the static number of rows in a request, equal for all layers.
+        """Return the static number of rows in a request, so that one program serves all layers.
 
-        One program therefore serves all layers; counts mask rows beyond a layer's own budget.
+        Counts mask rows beyond a layer's own budget.
         """
         return max(self.request_sizes(capacity), default=0)
 
@@ -157,8 +154,7 @@ class Layout:
         """Whether attention reads only valid rows, see `decode.requested_attention`.
 
         True where host and device share memory: on the CPU a loop is cheap, and padding costs as
-        much as valid rows. This path keeps no attention weights, so it excludes policies that
-        observe them.
+        much as valid rows. Attention weights are not kept, so observing policies are excluded.
         """
         return self.transfer.in_place and not self.policy.observes and self.mesh.size == 1
 
@@ -171,22 +167,15 @@ class Layout:
         return calls.attends(stored.storage, d)
 
     def host_slots(self, tokens: int, capacity: int) -> int:
-        """Return the slots of the host cache for sequences of up to `tokens`.
-
-        Without a pool this is the capacity.
-
-        Raises:
-            InputError: if a pool is too small.
-        """
+        """Return the host slots for up to `tokens`; raise InputError if a pool is too small."""
         if self.pool is None:
             return capacity
         return self.pool.slots(tokens, self.policy.sinks, self.policy.window)
 
     def padded_rows(self, capacity: int) -> int | None:
-        """Return the rows that a step moves per sequence and KV head, over all layers.
+        """Return the rows that a step moves per sequence and KV head; None if only valid rows move.
 
-        Counts a request's padding, which moves with it, and streamed layers up to the cache's end.
-        None if only valid rows move.
+        Counts all layers, padding of requests, and streamed layers up to the cache's end.
         """
         streamed = sum(self.streams(number) for number in range(self.host_layers))
         valid_alone = self.transfer.concurrent or self.transfer.in_place or self.hot_set

@@ -16,10 +16,7 @@ from infinigen_jax.ops.span import Span
 
 
 def flush(decoder: Decoder, policy: tuple[Params, ...], cache: Cache) -> Cache:
-    """Flush all rings into a pool: their rows take slots that are free or evicted.
-
-    The call is idempotent: rows that the pool already holds are not written again.
-    """
+    """Flush all rings into free or evicted slots of a pool; rows it already holds stay as is."""
     assert cache.host is not None and decoder.pool is not None
     start = jnp.maximum(cache.lengths - decoder.policy.window, 0)
     host_locals = [local for local in cache.local if isinstance(local, Resident)]

@@ -1,9 +1,8 @@
 """Attention to requested rows in proportion to their number, where host and device share memory.
 
-KV heads request very different numbers of rows, and a request is padded to the largest number
-allowed. The valid rows are therefore cut into work items (`ops.work_items`). A loop reads some
-items of any heads and attends to them, so that they stay in the CPU's cache. The items of a head
-are combined at the end in a fixed order, so that a sequence's sums do not depend on the others.
+KV heads request very different numbers of rows. The valid rows are therefore cut into work items
+(`ops.work_items`). A loop reads some items and attends to them while they are in the CPU's cache.
+A head's items are combined in a fixed order: a sequence's sums do not depend on the others.
 """
 
 from collections.abc import Callable
@@ -34,8 +33,8 @@ def attend_requested(
 ) -> tuple[Softmax, Float[Array, "b k d"] | None]:
     """Return attention to a request's valid rows, and with `sums` the sum of their values.
 
-    If the request has marks, slots are computed from them where they are read. XLA then drops the
-    request's own slots when selection and attention are in one program.
+    If the request has marks, slots are computed from them when read. XLA then drops the request's
+    own slots if selection and attention are in one program.
     """
     b, k, g, d = q.shape
     heads, n = b * k, request.slots.shape[2]

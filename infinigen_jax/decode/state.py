@@ -41,7 +41,6 @@ class LayerInputs(NamedTuple):
     """Arrays that one layer of a step reads.
 
     Attributes:
-        params: parameters of the layer, on the device.
         upcoming: parameters of the next layer if they are in host memory; else empty.
         host: host cache; None if no layer uses it.
         place: where and how the host keeps this layer's rows; None for a layer on the device.
@@ -57,12 +56,7 @@ class LayerInputs(NamedTuple):
 
 
 class LayerState(NamedTuple):
-    """Arrays that one layer of a step replaces.
-
-    Attributes:
-        hot: hot set of the target, see `Hot`.
-        observed: the policy's state of this layer; None if the policy does not observe.
-    """
+    """Arrays that a layer replaces: its rows, the target's hot set, the state if it is observed."""
 
     local: Local
     hot: Hot
@@ -72,8 +66,7 @@ class LayerState(NamedTuple):
 class Fetched(NamedTuple):
     """Rows requested for a layer, in the host's row format.
 
-    Attributes:
-        rows: the rows; None if the transfer leaves them in the host cache (`XlaTransfer.in_place`).
+    `rows` is None if the transfer leaves them in the host cache (`XlaTransfer.in_place`).
     """
 
     request: Request
@@ -83,9 +76,7 @@ class Fetched(NamedTuple):
 class Counts(NamedTuple):
     """Rows selected and moved in a step so far, summed over layers and KV heads.
 
-    Attributes:
-        selected: rows that attention requested from the host cache.
-        moved: rows of these that crossed from the host; the hot set held the others.
+    The hot set holds the selected rows that are not moved.
     """
 
     selected: Int[Array, " b"]
@@ -99,12 +90,9 @@ class Counts(NamedTuple):
 
 
 class Started(NamedTuple):
-    """Transfer under way.
+    """Transfer under way, with the results of `XlaTransfer.fetch`.
 
-    Attributes:
-        arrays: what `XlaTransfer.fetch` returned.
-        moved: rows that cross, per sequence and KV head; the hot set holds the others.
-        hot: hot set with the new directory and the old rows.
+    `moved` rows per sequence and KV head cross. `hot` has the new directory and the old rows.
     """
 
     request: Request

@@ -1,7 +1,7 @@
 """Decode step as a loop over layers, compiled for the two schedules.
 
 `layerwise` runs the loop in Python over groups of layers. Groups of one kind and size share a
-program, so compilation time does not grow with the number of layers. `fused` compiles the whole
+program, so compilation time is independent of the number of layers. `fused` compiles the whole
 loop: one call per token, compiled again for each number of layers. Both run the same `step` and
 give equal results.
 
@@ -81,12 +81,9 @@ class Pieces(NamedTuple):
 
 
 class Arrays:
-    """Arrays of a step in progress, by layer.
+    """Arrays of a step in progress: `hot` and `states` by host layer, others by layer of the model.
 
-    `local` is indexed by layer of the model; `hot` and `states` by host layer.
-
-    Attributes:
-        stored: parameters of the layers, on the device or in host memory.
+    `stored` are the parameters, on the device or in host memory.
     """
 
     def __init__(
@@ -102,14 +99,10 @@ class Arrays:
         self._lengths, self.stored = live.lengths, weights.params["layers"]
 
     def inputs(self, layer: int, params: Params, target: int) -> LayerInputs:
-        """Return what a layer reads.
-
-        Args:
-            target: host layer that rows are requested for, -1 for none.
-        """
+        """Return what a layer reads when it requests rows for host layer `target`, -1 for none."""
         decoder, number = self._decoder, self._decoder.host_number(layer)
         if not decoder.policy.lead:
-            target = -1  # a layer that selects by its own query is described by `place`
+            target = -1  # `place` describes a layer that selects by its own query
         return LayerInputs(
             params,
             self.stored[layer + 1 : layer + 2] if decoder.weights_on_host else [],
@@ -134,13 +127,13 @@ class Arrays:
             self._states[self._decoder.host_number(layer)] = state.observed
 
     def request_first(self, first: Callable[..., Any], params: Params, carry: Carry) -> Carry:
-        """Request the rows of layer 0 by the piece `first`, see `Decoder.request_first`."""
+        """Request the rows of layer 0 with the piece `first`."""
         inputs = self.inputs(0, params, 0)._replace(upcoming=[])
         carry, self._hot[0] = first(inputs, self._hot[0], carry)
         return carry
 
     def watched(self, layer: int, inputs: LayerInputs, before: Carry, after: Carry) -> Watched:
-        """Return a layer that was computed."""
+        """Return a layer that was computed, for a `Watch` function."""
         selection = self._target(self._decoder.host_number(layer))
         read_arrays = inputs.place, selection, self._read.host, self._lengths
         return Watched(inputs.params, before, after, self._local[layer], *read_arrays)
@@ -171,7 +164,7 @@ def step(
 
     Args:
         numbers: indices of the host layers, as device scalars.
-        watch: function called after every layer, if any; each group is a single layer then.
+        watch: function called after every layer, if any; each group is then a single layer.
 
     Returns:
         The last layer's output; the new cache arrays, with `lengths` unchanged; rows selected
@@ -243,7 +236,7 @@ def single_layers(decoder: Decoder) -> tuple[range, ...]:
 
 
 def groups_of(decoder: Decoder) -> tuple[range, ...]:
-    """Return the groups of the layerwise schedule: few consecutive layers of one kind each."""
+    """Return the groups of the layerwise schedule: a few consecutive layers of one kind each."""
     if decoder.weights_on_host or decoder.policy.observes:
         # The next layer's weights, and the target's state, are results of the layer before.
         return single_layers(decoder)
@@ -265,8 +258,8 @@ def groups_of(decoder: Decoder) -> tuple[range, ...]:
 def trace_once(function: Callable[..., Any]) -> Callable[..., Any]:
     """Trace a function once for each kind of arguments; further calls repeat its operations.
 
-    Unlike a nested `jax.jit`, whose operations all calls share, every call keeps its name scope, so
-    that profiles tell the layers apart.
+    In a nested `jax.jit` all calls share operations. Here every call keeps its name scope, which
+    tells the layers apart in profiles.
     """
     traces: dict[Any, tuple[Callable[..., Any], Any]] = {}
 

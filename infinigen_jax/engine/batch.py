@@ -4,9 +4,9 @@
     state      running    idle   running     an idle sequence has at most a window of tokens
 
 A new prompt is prefilled alone, into a cache of one sequence, which then replaces an idle sequence.
-Shapes never change, so the compiled programs are reused. The sequences differ in length. This is
-safe: a flush writes the last `window` rows of each sequence every `window` steps. Every row is
-therefore on the host before it leaves the ring, regardless of when its sequence began.
+Shapes never change, so the compiled programs are reused. Sequences may differ in length: every
+`window` steps a flush writes the last `window` rows of each, so every row is on the host before it
+leaves the ring, regardless of when its sequence began.
 """
 
 import abc
@@ -27,11 +27,8 @@ from infinigen_jax.engine.runtime import Runtime
 class Batch(abc.ABC):
     """Sequences that are decoded together.
 
-    Attributes:
-        runtime, decoder: model, and the functions of its steps.
-        cache: cache of all sequences; replaced by every step, which is donated its arrays.
-        cached: [b] tokens in the cache, including those of all dispatched steps. Replaced, never
-            changed in place.
+    A step replaces `cache`, and is donated its arrays. `cached`, [b], are the tokens in it after
+    all dispatched steps; the array is never changed in place.
     """
 
     cache: Cache
@@ -52,7 +49,7 @@ class Batch(abc.ABC):
         """Whether a prompt may replace an idle sequence now.
 
         If a flush evicts rows or fills pages, all sequences must be at the same step of the window.
-        Between lossless rounds every row is on the host, as no step was taken since.
+        Between lossless rounds this holds, as every row is on the host.
         """
         policy = self.decoder.policy
         at_flush = policy.paged or self.decoder.pool is not None
@@ -76,14 +73,9 @@ class Batch(abc.ABC):
         return stepped
 
     def _insert(self, sequence: int, one: Cache, tokens: int, others: Any, new: Any) -> Any:
-        """Replace an idle sequence.
+        """Replace an idle sequence by that of the cache `one`, with `tokens` tokens.
 
-        Args:
-            one: cache of the new sequence, with `tokens` tokens.
-            others, new: tree of further arrays of the batch, and of the new sequence.
-
-        Returns:
-            The other arrays.
+        Return `others`, a tree of further arrays of the batch, with those of the sequence, `new`.
         """
         if self.idle.all():
             self._since_flush = 0

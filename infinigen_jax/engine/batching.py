@@ -60,8 +60,7 @@ class Owners:
     def history(self, steps_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return which sequences count in each step, and the tokens cached before it, [steps, b].
 
-        Args:
-            steps_of: [p] number of leading steps of each prompt that count.
+        The leading `steps_of` steps of each prompt count.
         """
         if not self._steps:
             return np.zeros((0, self.batch), bool), np.zeros((0, self.batch), np.int32)
@@ -73,12 +72,9 @@ class Owners:
 class Admission(NamedTuple):
     """Compiled changes of a batch; the cache that is written is donated.
 
-    Attributes:
-        insert: replace a sequence of a cache and of the batch's other arrays by the only one of a
-            cache with the same capacity.
-        extract: take a sequence out of them, as a cache of its own; all its rows are on the host,
-            and none are shared. They are copied to a given host array.
-        rest: `rest`.
+    `insert` replaces a sequence, also in other arrays, by that of a cache of the same capacity.
+    `extract` copies one into a cache of its own, whose host array is given; all its rows are on the
+    host and none are shared.
     """
 
     insert: Any
@@ -88,7 +84,7 @@ class Admission(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def admission(decoder: Decoder) -> Admission:
-    """Return the jitted functions of a decoder."""
+    """Return the compiled functions of a decoder."""
 
     def insert(cache: Cache, others: Any, one: Cache, new: Any, sequence: Int[Array, ""]) -> tuple:
         host = cache.host
@@ -141,12 +137,9 @@ def copy_sequence(
     count: Int[Array, ""],
     decoder: Decoder,
 ) -> Shaped[Array, "l a k t w"]:
-    """Copy slots of a single sequence into a sequence of the host's array, block by block.
+    """Copy `count` slots of a single sequence into one of the host's array, block by block.
 
-    One compiled program serves all lengths. It uses one block of device memory.
-
-    Args:
-        count: number of slots to copy. The contents of later slots are undefined afterwards.
+    One compiled program serves all lengths. Later slots are undefined afterwards.
     """
 
     def read(layer: Array, place: Array, size: int) -> Array:
@@ -164,8 +157,7 @@ def _copy_blocks(
 ) -> Shaped[Array, "l a k t w"]:
     """Write `count` slots of a sequence of the host's array, block by block.
 
-    Args:
-        read: (layer, first slot, number of slots) -> rows [1, k, n, w].
+    `read` maps layer, first slot and number of slots to rows [1, k, n, w].
     """
     layers, _, _, capacity, _ = host.shape
     block = min(capacity, STREAM_BLOCK)

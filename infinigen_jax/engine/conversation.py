@@ -146,7 +146,7 @@ class Conversation:
         self._keep(run, turn)
 
     def reset(self) -> None:
-        """Forget all tokens; the random stream goes on. The caller's messages are left alone."""
+        """Forget all tokens; the random stream goes on. The caller's messages are kept."""
         if self._begun is not None:
             drawn = self._begun.drawn
             if self.run is not None:
@@ -223,7 +223,7 @@ class Conversation:
         return conversation
 
     def _check_memory(self, cached: int) -> None:
-        """Raise InputError if the conversation does not fit into memory."""
+        """Raise InputError if memory is too small for the conversation."""
         longest = [[0] * max(self.context, cached + 1)]
         reader = PromptReader(self.runtime, longest, self.context, 1, self.capacity, 0)
         lengths = ("`context` of a new conversation",)
@@ -245,11 +245,7 @@ LATER = {"speculate_from": "input", "tail_columns": "0"}
 
 
 def check_runtime(runtime: Runtime) -> None:
-    """Check that a runtime supports conversations.
-
-    Raises:
-        InputError: if it has a pool or splits the data over several devices.
-    """
+    """Raise InputError for a runtime with a pool, or with data split over several devices."""
     if runtime.decoder.pool is not None:
         raise ParameterError("pool", "a conversation keeps every row; leave it out")
     if runtime.mesh.shape["data"] > 1:
@@ -281,7 +277,7 @@ def settings_of(decoder: Decoder) -> dict[str, str]:
 
 
 def _check_settings(path: str | Path, record: dict[str, Any], runtime: Runtime) -> None:
-    """Refuse a conversation with another model or other settings."""
+    """Raise InputError for a conversation with another model or other settings."""
     current = settings_of(runtime.decoder)
     saved = {name: value for name, value in LATER.items() if name in current} | record["settings"]
     differences = [

@@ -1,7 +1,4 @@
-"""Dispatch of compiled decode steps, in either schedule.
-
-Nothing here waits for the device or reads from it.
-"""
+"""Dispatch of compiled decode steps, in either schedule, without waiting for the device."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,13 +13,9 @@ from infinigen_jax.engine.runtime import Runtime
 
 
 class Stepped(NamedTuple):
-    """Result of a decode step.
+    """Result of a decode step; `logits` and `best` are of the next tokens.
 
-    Attributes:
-        logits: logits of the next tokens.
-        best: most likely next tokens.
-        place: first place with a value that is not finite, if the step was checked; see
-            `decode.finite_check`.
+    `place` is the first value that is not finite, if checked; see `decode.finite_check`.
     """
 
     cache: Cache
@@ -47,10 +40,8 @@ class Dispatcher:
     def step(self, cache: Cache, tokens: Int[Array, " b"], watch: Watch | None = None) -> Stepped:
         """Dispatch a step over the next token of each sequence, without waiting.
 
-        Args:
-            cache: cache of the batch; the arrays that the step replaces are donated.
-            watch: function called between the layers' programs, if any; the step then uses the
-                layerwise schedule, with equal results.
+        The arrays of `cache` that the step replaces are donated. `watch` is called between the
+        layers' programs; the step then uses the layerwise schedule, with equal results.
         """
         with jax.transfer_guard("disallow"):
             arguments = (self.weights, *cache.parts(self.decoder.policy.observes), tokens)
@@ -80,5 +71,5 @@ class Dispatcher:
         return Stepped(cache, logits, best, counts, records=records)
 
     def flush(self, cache: Cache) -> Cache:
-        """Write the rows of the rings to the host and return the new cache."""
+        """Write the rows of the rings to the host."""
         return flush_cache(self.decoder, self.weights, cache)

@@ -5,16 +5,16 @@ With acceptance rate p, k drafted tokens give on average
     e(k) = 1 + p + ... + p^k = (1 - p^(k+1)) / (1 - p)
 
 tokens per round: those accepted, and the full model's own draw. A round takes k s + v(k + 1)
-seconds: k steps and one verification. The number that maximises e(k) / (k s + v(k + 1)) is chosen.
-0 drafts nothing, which is decoding with the full cache.
+seconds: k steps and one verification. k maximises e(k) / (k s + v(k + 1)); 0 drafts nothing, which
+is decoding with the full cache.
 """
 
 import dataclasses
 
 SIZES = (1, 4, 16)  # tokens of a verification that programs are compiled for
 MOST = SIZES[-1] - 1  # most tokens drafted
-KEPT = 0.9  # weight of what was measured before, per round
-START = 0.8  # acceptance rate before the first measurement, as of PRIOR tokens
+KEPT = 0.9  # weight of earlier measurements, per round
+START = 0.8  # acceptance rate before the first measurement, with the weight of PRIOR tokens
 PRIOR = 8.0
 AGED = 0.98  # factor on times that were not measured, per round
 
@@ -29,10 +29,10 @@ class DraftLength:
     """Chooser of the number of drafted tokens; see the module's docstring.
 
     Attributes:
-        most: most tokens to draft.
-        fixed: whether always `most` tokens are drafted.
-        ages: whether a time counts as shorter the longer ago it was measured, so that its choice
-            is tried again: for a batch whose texts change.
+        most: maximum number of tokens to draft.
+        fixed: whether `most` tokens are always drafted.
+        ages: whether a time becomes shorter with its age, so that its choice is tried again: for a
+            batch whose texts change.
     """
 
     most: int
@@ -51,7 +51,7 @@ class DraftLength:
 
     @property
     def timed(self) -> bool:
-        """Whether verifications have times."""
+        """Whether a verification has been timed."""
         return bool(self._verification)
 
     def size(self, drafted: int) -> int:
@@ -74,7 +74,7 @@ class DraftLength:
         self._tested = KEPT * self._tested + tested
 
     def time_verification(self, size: int, seconds: float) -> None:
-        """Record the seconds of a verification."""
+        """Record the time of a verification, in seconds."""
         if self.ages:
             self._verification = {n: AGED * value for n, value in self._verification.items()}
             self._step = self._step and AGED * self._step
@@ -82,7 +82,7 @@ class DraftLength:
         self._verification[size] = KEPT * before + (1 - KEPT) * seconds
 
     def time_draft(self, drafted: int, seconds: float) -> None:
-        """Record the seconds of a draft."""
+        """Record the time of a draft, in seconds."""
         if drafted:
             step = seconds / drafted
             self._step = KEPT * (self._step or step) + (1 - KEPT) * step
@@ -101,6 +101,6 @@ class DraftLength:
         return tokens / (drafted * step + self._seconds(size_of(drafted)))
 
     def _seconds(self, size: int) -> float:
-        """Return the time of a verification; of the next measured size if it has none."""
+        """Return the time of a verification, or of the measured size closest to it."""
         sizes = sorted(self._verification, key=lambda n: abs(n - size))
         return self._verification[sizes[0]]

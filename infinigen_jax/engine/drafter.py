@@ -1,7 +1,7 @@
 """Decoder and weights of drafted steps: those of the engine, or a small copy of the weights.
 
-A verification corrects what the copy gets wrong, so it may be coarse. It stays on the device: with
-weights in host memory, a draft then moves none of them.
+A verification corrects errors of the copy, so the copy may be coarse. It stays on the device: with
+weights in host memory, a draft moves none of them.
 """
 
 import dataclasses
@@ -18,11 +18,10 @@ from infinigen_jax.models.small_weights import shrink, small_dtype
 
 
 def make_drafter(decoder: Decoder, weights: Weights, dtype: str | None) -> tuple[Decoder, Weights]:
-    """Return the decoder and the weights of an engine's drafted steps.
+    """Return the decoder and the weights of drafted steps.
 
-    Args:
-        weights: weights of the engine; the embedding and the policy's arrays are shared with it.
-        dtype: form of the copy's matrices, see `models.small_weights`; None for no copy.
+    A copy shares the embedding and the policy's arrays with `weights`. `dtype` is the form of its
+    matrices, see `models.small_weights`; None for no copy.
 
     Raises:
         ParameterError: if the matrices are small already.

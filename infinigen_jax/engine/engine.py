@@ -37,11 +37,7 @@ from infinigen_jax.text.stops import checked_stops
 
 
 def samplings(given: Sampling | Sequence[Sampling] | None, prompts: int) -> list[Sampling]:
-    """Return the settings of each prompt.
-
-    Raises:
-        InputError: for other types, or another number of settings than prompts.
-    """
+    """Return the settings of each prompt; raise InputError for a wrong type or number."""
     if given is None or isinstance(given, Sampling):
         return [given or Sampling()] * prompts
     if not isinstance(given, Sequence) or not all(isinstance(s, Sampling) for s in given):
@@ -148,7 +144,7 @@ class Engine:
                 tokens read and to read. Not called for a prompt read in one piece.
             prefix: number of leading tokens that all prompts share, to be read and stored once;
                 see `shared_prefix`. The result equals that of reading the prompts in chunks, the
-                first of this length. Further common tokens are not shared, since they depend on
+                first of this length. Further common tokens are not shared, as they depend on
                 the batch.
             fit: if `batch` is None and memory is too small for all prompts, reduce the batch size
                 until it fits, and log a warning.
@@ -156,7 +152,7 @@ class Engine:
                 each drawn token, at most 20; None for no log-probabilities.
             stop: strings that end a text before them; see `Run.push_text`.
             continues: whether each text continues its prompt, with the space before its first word;
-                if not it begins anew, as an answer does.
+                otherwise it begins anew, as an answer does.
 
         Raises:
             InputError: if the model has too few positions or memory is too small.
@@ -237,7 +233,6 @@ class Engine:
         log_probs: int | None,
         stop: str | Sequence[str],
     ) -> Run:
-        """Encode prompts and start a run."""
         given = prompt_list(prompts)
         encoded = self.encode_with_prefix(prefix, given)
         options: Any = {"fit": True, "log_probs": log_probs, "stop": stop}

@@ -69,7 +69,6 @@ class Run(Batch):
 
         Args:
             capacity: capacity of the cache; by default the size of the prompts and new tokens.
-            prefix: number of leading tokens of all prompts, to be read and stored once.
             fit: whether to reduce the batch size until it fits into memory.
         """
         self.clock = Clock()
@@ -133,7 +132,6 @@ class Run(Batch):
         )
 
     def _draw(self, sampler: Sampler, given: Prefilled | Stepped) -> Drawn:
-        """Draw tokens from the logits of a prefill or a step."""
         return sampler.draw(given.logits, given.best, log_probs=self._alternatives is not None)
 
     @property
@@ -198,8 +196,8 @@ class Run(Batch):
         if int(self.cached[~self.idle].max(initial=0)) >= self.capacity:
             raise InputError(f"the cache of {self.capacity} tokens is full; start a longer run")
         if not self.counts:
-            # Both change nothing before the first step. They compile their programs, so that
-            # neither the first token nor a later step waits for the compilation.
+            # These change nothing before the first step, but compile programs that the first token
+            # or a later step would otherwise wait for.
             self.rest()
             self.settle()
         self.owners.record(self.owners.owner, self.cached)
@@ -212,7 +210,6 @@ class Run(Batch):
         return self.owners.idle
 
     def _admit(self) -> None:
-        """Give idle sequences to waiting prompts."""
         if self.owners.waiting and self.can_join:
             for sequence in np.flatnonzero(self.idle)[: len(self.owners.waiting)]:
                 self._begin(self.owners.waiting.popleft(), int(sequence))
@@ -262,7 +259,7 @@ class Run(Batch):
             self._admit()
 
     def _needed(self) -> np.ndarray:
-        """Return the tokens that each sequence may still get, [b] int32; 0 for idle ones."""
+        """Return the tokens each sequence may still get, [b] int32; 0 for idle ones."""
         most, new = self.max_new_tokens, self.new_tokens
         needed = [0 if i == IDLE else most - len(new[i]) for i in self.owners.owner]
         return np.array(needed, np.int32)
@@ -270,11 +267,7 @@ class Run(Batch):
     def _take(
         self, drawn: np.ndarray, eos: frozenset[int], log_probs: LogProbs | None
     ) -> list[int | None]:
-        """Store the tokens of a step; the sequence of a prompt that ends becomes idle.
-
-        Args:
-            drawn: [b] token of each sequence, below 0 for none.
-        """
+        """Store the tokens of a step, below 0 for none; sequences of ended prompts become idle."""
         values: list[int | None] = [None] * len(self.new_tokens)
         choices = None if log_probs is None else choices_of(log_probs, self._alternatives or 0)
         for sequence, prompt in enumerate(self.owners.owner):
@@ -318,7 +311,7 @@ class Run(Batch):
     def push_text(self, tokens: list[int | None]) -> list[str]:
         """Return the text completed by the tokens of one step, per prompt.
 
-        A prompt whose text comes to a stop string ends.
+        A prompt ends when its text reaches a stop string.
         """
         pieces = self._texts.push(tokens, self.ended)
         for sequence, prompt in enumerate(self.owners.owner):
@@ -327,7 +320,7 @@ class Run(Batch):
         return pieces
 
     def finish_text(self) -> list[str]:
-        """Return the text withheld because of an incomplete character, per prompt."""
+        """Return the text held back because of an incomplete character, per prompt."""
         return self._texts.finish()
 
     @property

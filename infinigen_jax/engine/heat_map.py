@@ -1,6 +1,6 @@
-"""Heat map: how many KV heads fetch each cached token in a step, for every layer that selects rows.
+"""Heat map: number of KV heads that fetch each cached token in a step, by layer that selects rows.
 
-It is computed between the layers of a step of the layerwise schedule, from the step's own requests.
+It is computed between the layers of a layerwise step, from the step's own requests.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Batch for prompts that arrive at any time: sequences join and leave between decode steps.
 
-A prompt is read in chunks of few fixed lengths (`Reading`), so that nothing is compiled after the
+A prompt is read in chunks of a few fixed lengths (`Reading`), so nothing is compiled after the
 first use of each length. A sequence's result does not depend on the others.
 """
 
@@ -26,11 +26,8 @@ from infinigen_jax.prefill.prefill import CHUNK_UNIT, empty_cache, read_chunk
 class Single(NamedTuple):
     """A sequence outside of a batch, all of whose rows are on the host.
 
-    Attributes:
-        cache: cache of one sequence, with `tokens` tokens.
-        newest: see `OpenBatch`.
-        budget: see `SequenceBudgets.replace`.
-        room: see `OpenBatch`; a `LosslessBatch` alone needs it.
+    `newest` and `room` are as in `OpenBatch`; only a `LosslessBatch` needs `room`. For `budget` see
+    `SequenceBudgets.replace`.
     """
 
     cache: Cache
@@ -41,13 +38,10 @@ class Single(NamedTuple):
 
 
 class Reading:
-    """A prompt on its way into a cache of one sequence.
+    """A prompt on its way into a cache of one sequence; each chunk replaces and donates the cache.
 
     Chunks end at multiples of `chunk` tokens, and at the prompt's end. Chunk boundaries therefore
     do not depend on the number of tokens that were cached before.
-
-    Attributes:
-        cache: cache of one sequence; replaced by every chunk, which is donated its arrays.
     """
 
     def __init__(
@@ -58,11 +52,7 @@ class Reading:
         chunk: int,
         done: int = 0,
     ):
-        """Prepare to read a prompt; nothing is dispatched yet.
-
-        Args:
-            cache: cache of one sequence that holds the first `done` tokens, fewer than all.
-        """
+        """Prepare to read a prompt, whose first `done` tokens, fewer than all, are in the cache."""
         self.tokens, self.done = np.asarray(tokens, np.int32), done
         self._runtime, self._chunk = runtime, chunk
         self.cache = cache
@@ -75,7 +65,7 @@ class Reading:
         return self.done == len(self.tokens)
 
     def advance(self) -> None:
-        """Wait for the chunk before, and dispatch the next chunk."""
+        """Wait for the previous chunk, and dispatch the next one."""
         self.wait()
         end = min(self.done // self._chunk * self._chunk + self._chunk, len(self.tokens))
         count = end - self.done
@@ -103,7 +93,7 @@ class Reading:
         return predict(embedding, self._last, self.cache.lengths)[:2]
 
     def single(self, budget: float | None = None) -> Single:
-        """Return a complete prompt's sequence; see `Single`."""
+        """Return the sequence of a complete prompt."""
         return Single(self.cache, len(self.tokens), self.predicted, budget)
 
     def wait(self) -> None:
@@ -115,13 +105,13 @@ class Reading:
 class OpenBatch(Batch):
     """Batch of sequences that join and leave.
 
-    A step or round costs about the same for any number of idle sequences, so a sequence that is
-    alone had better be decoded in a batch of one, which takes it over without a copy (`take`).
+    A step or round costs about the same for any number of idle sequences. A sequence that is alone
+    is therefore better decoded in a batch of one, which takes it over without a copy (`take`).
 
     Attributes:
         active: [b] mask of the sequences that are not idle.
         newest: arrays that each sequence continues from, in addition to the cache.
-        room: [b] most tokens that each sequence still gets, if it is known; 0 for idle ones.
+        room: [b] maximum number of tokens that each sequence still gets, if known; 0 for idle ones.
         selecting: dispatcher of the steps that select rows by the sequences' budgets.
     """
 
@@ -172,13 +162,10 @@ class OpenBatch(Batch):
         steps.weights = steps.weights._replace(policy=self.budgets.weights)
 
     def single(self, sequence: int, host: Array | None = None) -> Single:
-        """Return an active sequence, to continue elsewhere; it leaves this batch.
+        """Return an active sequence, to continue elsewhere; it leaves this batch. Needs `can_join`.
 
-        It may leave while others `can_join`. A batch of one gives its own arrays away; a larger one
-        copies the sequence out of them.
-
-        Args:
-            host: see `empty_cache`.
+        A batch of one gives its own arrays away; a larger one copies the sequence out of them, into
+        `host` if given (see `empty_cache`).
         """
         assert self.can_join and self.active[sequence]
         budget, tokens = self.budgets.of(sequence), int(self.cached[sequence])
@@ -202,8 +189,7 @@ class OpenBatch(Batch):
 class LiveBatch(OpenBatch):
     """Batch that advances by decode steps.
 
-    Attributes:
-        newest: logits of each sequence's next token, [b, v] float32, and the most likely ones, [b].
+    `newest` has the logits of each next token, [b, v] float32, and the most likely ones, [b].
     """
 
     def __init__(self, runtime: Runtime, batch: int):
@@ -225,10 +211,8 @@ class LiveBatch(OpenBatch):
     def step(self, tokens: Int[Array, " b"], watch: Watch | None = None) -> Stepped:
         """Dispatch a decode step over the next token of each sequence, without waiting.
 
-        An active sequence must have room for the token.
-
-        Returns:
-            The step's counts and records; its other arrays belong to the batch.
+        An active sequence must have room for the token. Only the step's counts and records are the
+        caller's: its other arrays belong to the batch.
         """
         stepped = self._step(tokens, watch)
         self.newest = stepped.logits, stepped.best

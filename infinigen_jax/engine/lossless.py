@@ -2,11 +2,11 @@
 
     draft     k decode steps with the rows that the policy selects; then their traces are undone
     verify    the full model over the last token and the k drafted ones (`prefill.verification`)
-    judge     accepted are the drafted tokens that the full model draws as well (`engine.verdict`)
+    judge     the drafted tokens that the full model draws as well are accepted (`engine.verdict`)
     commit    the rows that the verification computed are stored for the accepted tokens
 
-The cache after n tokens is thus the one that policy full would have, whatever was drafted. The
-parts are in `engine.rounds`, which a server's batch uses too (`engine.lossless_batch`).
+The cache after n tokens is thus that of policy full, whatever was drafted. The parts are in
+`engine.rounds`, which a server's batch uses too (`engine.lossless_batch`).
 """
 
 import dataclasses
@@ -48,8 +48,8 @@ class LosslessStats(Stats):
 class LosslessRun(Run):
     """A generation that advances by rounds of drafted and verified tokens.
 
-    A round is committed when its tokens were taken: the caller may end a conversation's turn at any
-    token, and the cache must hold no later one.
+    A round is committed after its tokens were taken: the caller may end a conversation's turn at
+    any token, and the cache must hold no later one.
     """
 
     def __init__(self, runtime: Runtime, *arguments: Any, **options: Any):
@@ -68,7 +68,7 @@ class LosslessRun(Run):
         raise InputError("a lossless run takes no given tokens; score them without `lossless`")
 
     def settle(self) -> None:
-        """Commit the tokens that were taken of an open round; other rows are on the host."""
+        """Commit the tokens taken of an open round; other rows are on the host."""
         if self._open is not None:
             self._rounds.commit(self._open, self._rounds.put(self._taken.copy()))
             self.cached = self.cached + self._taken
@@ -77,7 +77,7 @@ class LosslessRun(Run):
     def tokens(self, *, ignore_eos: bool = False) -> Iterator[list[int | None]]:
         """Yield new tokens, at most one per prompt at a time; None for prompts without one.
 
-        The tokens of a round follow each other. A sequence that accepts fewer has None meanwhile.
+        The tokens of a round follow each other; a sequence that accepts fewer has None meanwhile.
         """
         eos = frozenset() if ignore_eos else self.runtime.model.eos_ids
         ends = self._rounds.ends([*eos])
@@ -102,7 +102,7 @@ class LosslessRun(Run):
             yield from self._admit_prompts(eos)
 
     def _read(self, judged: Judged) -> np.ndarray:
-        """Record a round; returns the new tokens per sequence."""
+        """Record a round; return the new tokens per sequence."""
         drafted, counts = judged.drafted, self._rounds.read(judged)
         self.counts += drafted.counts
         self.owners.record(judged.given.owner, self.cached, drafted.count)
@@ -117,7 +117,6 @@ class LosslessRun(Run):
     def _take_round(
         self, judged: Judged, counts: np.ndarray, eos: frozenset[int]
     ) -> Iterator[list[int | None]]:
-        """Yield the tokens of a round."""
         drawn, owner = np.asarray(judged.verdict.drawn), judged.given.owner
         log_probs = self._log_probs_of(judged)
         self._taken, self._open = np.zeros_like(counts), judged
@@ -127,7 +126,6 @@ class LosslessRun(Run):
             yield self._take(np.where(here, drawn[:, place], -1), eos, log_probs[place])
 
     def _log_probs_of(self, judged: Judged) -> Sequence[LogProbs | None]:
-        """Return the log-probabilities per place in a round, if asked for."""
         if self._alternatives is None:
             return [None] * judged.verdict.drawn.shape[1]
         return self._rounds.log_probs(judged, self._sampler)

@@ -20,8 +20,7 @@ class Round(NamedTuple):
     """Result of a round.
 
     Attributes:
-        tokens: [b, c] draws of the full model, of which the first `counts` are new tokens.
-        counts: [b] number of new tokens of each sequence.
+        tokens: [b, c] draws of the full model; the first `counts` are new tokens.
         log_probs: log-probabilities of the tokens of each place, if asked for.
         drafted: the draft, which is computed.
         cached: [b] tokens cached before.
@@ -37,10 +36,8 @@ class Round(NamedTuple):
 class LosslessBatch(OpenBatch):
     """Batch that advances by rounds of drafted and verified tokens.
 
-    A sequence has room for `Runtime.draft_room` tokens after its last one.
-
-    Attributes:
-        newest: [b] last token of each sequence, not cached yet.
+    A sequence has room for `Runtime.draft_room` tokens after its last one, `newest`, which is not
+    cached yet.
     """
 
     def __init__(self, runtime: Runtime, batch: int):
@@ -60,7 +57,6 @@ class LosslessBatch(OpenBatch):
 
         Args:
             sampler: sampling of the sequences; it continues after the new tokens.
-            log_probs: whether to compute log-probabilities.
             watch: see `Dispatcher.step`, for each drafted step. Such rounds are not timed.
 
         Raises:

@@ -35,8 +35,8 @@ class MemoryPlan:
         resident: sinks, recent windows and sums of values.
         hot: hot sets with their directories.
         pool: directories of a pool.
-        workspace: temporaries of prefill, of a decode step, or of the larger of the two. They
-            include weights on their way from host memory.
+        workspace: temporaries of prefill, of a decode step, or of the larger of the two, including
+            weights on their way from host memory.
     """
 
     host_cache: int
@@ -59,7 +59,6 @@ class MemoryPlan:
         return kept + self.workspace
 
     def __add__(self, other: "MemoryPlan") -> "MemoryPlan":
-        """Return the sum of two plans."""
         names = (field.name for field in dataclasses.fields(self))
         return MemoryPlan(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
@@ -71,11 +70,7 @@ class MemoryPlan:
 def plan_memory(
     decoder: Decoder, batch: int, chunk: int, capacity: int, slots: int | None = None
 ) -> MemoryPlan:
-    """Estimate the memory of `batch` sequences with a cache of `capacity` tokens.
-
-    Args:
-        slots: slots of the host's cache, if it has a limit.
-    """
+    """Estimate the memory of `batch` sequences; `slots` is the host's capacity if limited."""
     cache = plan_cache(decoder, batch, capacity, slots)
     reading = prefill_bytes(decoder, batch, chunk, capacity)
     return cache.at_work(max(reading, decode_bytes(decoder, batch, slots or capacity)))
@@ -117,11 +112,7 @@ def _bytes(make: Callable[[], Any]) -> int:
 
 
 class Shortage(NamedTuple):
-    """Shortage of memory.
-
-    Attributes:
-        memory: memory that is too small: host, pinned or device.
-    """
+    """Description of a shortage, and the memory that is too small: host, pinned or device."""
 
     what: str
     memory: str
@@ -148,11 +139,7 @@ def shortage(plan: MemoryPlan, device: Device, share: float = 1.0) -> Shortage |
 
 
 def check_memory(plan: MemoryPlan, device: Device, remedies: Remedies) -> None:
-    """Check that a plan fits; the error gives the sizes and the remedy.
-
-    Raises:
-        MemoryShortageError: if host or device memory is too small.
-    """
+    """Raise MemoryShortageError, with the sizes and the remedy, if a plan does not fit."""
     lack = shortage(plan, device)
     if lack is None:
         return
@@ -170,10 +157,8 @@ def most_sequences(
 ) -> tuple[int, Shortage | None]:
     """Return the largest batch size that fits, and the shortage of a larger batch.
 
-    If not all sequences fit, some memory is left free, as plans are estimates.
-
-    Args:
-        phases: function of the batch size that returns the plans, see `PromptReader.phases`.
+    If not all sequences fit, some memory is left free, as plans are estimates. `phases` maps the
+    batch size to the plans, see `PromptReader.phases`.
     """
 
     def lacks(batch: int, share: float = FILLED) -> Shortage | None:

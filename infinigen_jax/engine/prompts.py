@@ -25,13 +25,12 @@ CONTEXT = 4096  # default size of a context in tokens, if the model has that man
 
 
 class Begun(NamedTuple):
-    """Cache that a run continues with.
+    """Cache that a run continues with, and the number of tokens drawn before.
 
     Attributes:
         cache: the cache, whose arrays are donated; None if empty.
         cached: number of leading tokens of each prompt that are cached, fewer than all.
-        drawn: tokens drawn before.
-        length: what earlier rounds of a lossless conversation measured.
+        length: measurements of earlier rounds of a lossless conversation.
     """
 
     cache: Cache | None
@@ -48,8 +47,8 @@ class PromptReader:
     """Reader that prefills prompts into caches with room for their answers.
 
     Attributes:
-        capacity: tokens of a sequence that a device layer has room for.
-        slots: rows of a sequence that the host has room for; equal to `capacity` without a pool.
+        capacity: maximum number of tokens of a sequence in a device layer.
+        slots: maximum number of rows of a sequence on the host; `capacity` without a pool.
         tokens_read: prompt tokens processed so far, excluding cached ones.
     """
 
@@ -62,11 +61,7 @@ class PromptReader:
         capacity: int | None,
         prefix: int,
     ):
-        """Choose the cache sizes of a batch.
-
-        Args:
-            tokens: length of the longest sequence, including its answer.
-        """
+        """Choose the cache sizes of a batch; the longest sequence and its answer have `tokens`."""
         self.decoder = runtime.decoder
         self.tokens_read = 0
         self._runtime = runtime
@@ -88,11 +83,7 @@ class PromptReader:
         return 0 if self._sharing is None else self._sharing.tokens
 
     def phases(self, batch: int, cached: int, *, waiting: bool) -> list[MemoryPlan]:
-        """Return the memory of each phase: prefill, decoding, prefill of waiting prompts.
-
-        Args:
-            waiting: whether further prompts wait for admission.
-        """
+        """Return the memory of each phase: prefill, decoding, prefill of waiting prompts."""
         together, one = self.cache_plan(batch), self.cache_plan(1)
         rest, plans = self._longest - cached - self.shared, []
         if self.shared:
@@ -143,11 +134,9 @@ class PromptReader:
         *,
         last: bool = False,
     ) -> Prefilled:
-        """Read prompts.
+        """Read prompts, after `begun`, by default the shared prefix.
 
-        Args:
-            begun: cache to continue with; by default that of the shared prefix.
-            last: whether these are the last prompts, so that the cache of the prefix is dropped.
+        The cache of the prefix is dropped if these are the `last` prompts.
         """
         if self._prefix is not None:
             assert self._sharing is not None
@@ -187,10 +176,9 @@ class PromptReader:
 
 
 def checked_context(config: ModelConfig, context: int | None) -> int:
-    """Return the most tokens of a text, prompt and answer, that grows step by step.
+    """Return the maximum number of tokens, prompt and answer, of a text that grows step by step.
 
-    Args:
-        context: number asked for; by default 4096, or the model's limit if lower.
+    `context` is the number asked for; by default 4096, or the model's limit if lower.
     """
     limit, why = config.longest_short or config.max_positions, "the model's positions"
     if limit < config.max_positions:

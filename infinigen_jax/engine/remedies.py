@@ -66,8 +66,7 @@ class Remedies:
     def _parts(self, plan: "MemoryPlan", whole: int, *, dense: bool) -> Iterator[str]:
         """Return the parameters that determine the larger parts of the memory.
 
-        Args:
-            dense: whether a dense layer needs more memory than a host layer.
+        `dense` states whether a dense layer needs more memory than a host layer.
         """
         sizes = {
             "`dense_layers`": plan.dense_cache if dense and self.decoder.dense_layers else 0,

@@ -31,7 +31,7 @@ class Given(NamedTuple):
 
     Attributes:
         last: last token of each sequence, not cached yet.
-        room: tokens that each sequence may get at most.
+        room: maximum number of tokens that each sequence may still get.
         ends: tokens that end a sequence.
         draws: state of the sampler; None if greedy.
         owner: prompt of each sequence; below 0 for none.
@@ -45,15 +45,13 @@ class Given(NamedTuple):
 
 
 class Drafted(NamedTuple):
-    """A draft that was dispatched.
+    """A dispatched draft.
 
     Attributes:
         tokens: the last token and the drafted ones, padded with negative numbers.
-        count: number of drafted tokens.
-        newest: the last one.
+        count: number of drafted tokens; `newest` is the last one.
         counts: rows selected and moved in each step.
-        places: see `dispatch.Stepped.place`, of all steps.
-        records: see `dispatch.Stepped.records`, of each step.
+        places, records: see `dispatch.Stepped`, of all steps.
     """
 
     tokens: Int[Array, "b c"]
@@ -65,7 +63,7 @@ class Drafted(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """A verification that was dispatched."""
+    """A dispatched verification."""
 
     given: Given
     drafted: Drafted
@@ -77,18 +75,14 @@ class Judged(NamedTuple):
 class Rounds:
     """Drafts and verifications of a batch whose rows are all on the host.
 
-    Attributes:
-        drafts: dispatcher of drafted steps.
-        length: chooser of the number of drafted tokens.
-        seconds: times of drafts and of verifications.
+    `drafts` dispatches drafted steps, `length` chooses their number, and `seconds` are the times of
+    drafts and of verifications.
     """
 
     def __init__(self, batch: Batch, length: DraftLength | None = None, *, changing: bool = False):
-        """Prepare rounds.
+        """Prepare rounds, with the `length` of earlier rounds of this runtime, if any.
 
-        Args:
-            length: chooser of earlier rounds of this runtime, if any.
-            changing: whether texts of any length may join the batch.
+        `changing` states whether texts of any length may join the batch.
         """
         runtime = batch.runtime
         self._batch, self._runtime, self._decoder = batch, runtime, batch.decoder
@@ -112,10 +106,7 @@ class Rounds:
     def run(self, given: Given, needed: int, *, timed: bool, watch: Watch | None = None) -> Judged:
         """Draft and verify; wait for both.
 
-        Args:
-            needed: most tokens that a sequence still needs.
-            timed: whether the times count; not those of a first round, which compiles.
-            watch: see `Dispatcher.step`, for each drafted step.
+        A sequence needs at most `needed` tokens. A first round compiles and is not `timed`.
         """
         begun = time.perf_counter()
         drafted = self._draft(given, self._next_count(needed), watch)
@@ -134,7 +125,6 @@ class Rounds:
         self.seconds = [self.seconds[0] + draft, self.seconds[1] + verification]
 
     def _next_count(self, needed: int) -> int:
-        """Return the number of tokens to draft."""
         positions = self._decoder.config.max_positions - 1 - int(self._batch.cached.max())
         return self.length.choose(max(0, min(needed - 1, positions)))
 
@@ -157,11 +147,7 @@ class Rounds:
         return Drafted(tokens, count, token, counts, places, records)
 
     def _judge(self, given: Given, drafted: Drafted, size: int, *, warm_up: bool = False) -> Judged:
-        """Dispatch a verification of `size` tokens, without waiting.
-
-        Args:
-            warm_up: whether no sequence takes part.
-        """
+        """Dispatch a verification of `size` tokens; no sequence takes part in a `warm_up`."""
         batch, embedding = self._batch, self._runtime.weights.params["embedding"]
         places = None
         if self._runtime.settings.check:
@@ -174,11 +160,7 @@ class Rounds:
         return Judged(given, drafted, verified, verdict, places)
 
     def read(self, judged: Judged) -> np.ndarray:
-        """Record a round; returns the new tokens per sequence.
-
-        Raises:
-            NotFiniteError: with `check`, for a value that is not finite.
-        """
+        """Record a round and return its new tokens per sequence; may raise NotFiniteError."""
         drafted, counts = judged.drafted, np.asarray(judged.verdict.count)
         checked = [*drafted.places, *([judged.places.place] if judged.places else [])]
         refuse(checked, self._decoder.config.num_layers, judged.given.owner)
@@ -202,8 +184,7 @@ class Rounds:
     def warm_up(self, given: Given, sampler: Sampler | None = None) -> None:
         """Compile and time the verifications of all sizes; they change nothing.
 
-        Args:
-            sampler: sampler that computes log-probabilities, if they are needed.
+        A `sampler` compiles its log-probabilities as well.
         """
         drafted = self._draft(given, 0)
         for size in self.length.sizes:

@@ -28,18 +28,15 @@ from infinigen_jax.transfer import Transfer, make_transfer
 from infinigen_jax.transfer.host_weights import placement
 
 HOT_SET = 2.0  # default size, in multiples of a request
-DRAFT_WEIGHTS = "int8"  # of drafts if the model's weights are in host memory
+DRAFT_WEIGHTS = "int8"  # form of the drafts' weights if the model's are in host memory
 FUSED_LAYERS = 8  # maximum number of layers compiled as one program on a CPU
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Runtime:
-    """A model ready to run, with all open settings decided.
+    """A model ready to run, with all open settings decided and weights in the decoder's form.
 
-    Attributes:
-        model: model with weights in the decoder's form.
-        weights: parameters of the model and arrays prepared by the policy, placed in memory.
-        drafter: decoder and weights of drafted steps.
+    `drafter` is the decoder and the weights of drafted steps.
     """
 
     model: Model
@@ -59,7 +56,7 @@ class Runtime:
 
     @property
     def most_drafted(self) -> int:
-        """Most tokens drafted before a verification; 0 without verification."""
+        """Maximum number of tokens drafted before a verification; 0 without verification."""
         if not self.settings.lossless:
             return 0
         return most_drafted(self.decoder, self.settings.draft_tokens)
@@ -76,11 +73,7 @@ class Runtime:
 
 
 def make_runtime(model: Model, settings: EngineSettings, mesh: Mesh | None = None) -> Runtime:
-    """Decide what the settings leave open, and place the weights.
-
-    Args:
-        mesh: devices with the axes "data", which splits the sequences, and "model", which splits
-            the KV heads; one device by default, see `Engine`.
+    """Decide open settings, and place the weights; for `mesh` see `Engine`.
 
     Raises:
         InputError: for settings not supported by the model, its conversion or the mesh.
@@ -113,7 +106,7 @@ def make_runtime(model: Model, settings: EngineSettings, mesh: Mesh | None = Non
 
 
 def draft_form(settings: EngineOptions, params: Params) -> str | None:
-    """Return the form of the drafts' weights; None for those of the model."""
+    """Return the form of the drafts' weights; None for the model's weights."""
     small = small_dtype(params["layers"][0]) is not None
     if settings.draft_weights is None and settings.lossless and not small:
         return DRAFT_WEIGHTS if settings.weights == "host" else None
@@ -121,11 +114,7 @@ def draft_form(settings: EngineOptions, params: Params) -> str | None:
 
 
 def check_lossless(decoder: Decoder) -> None:
-    """Check that tokens drafted by a decoder can be verified.
-
-    Raises:
-        ParameterError: naming the setting that rules it out.
-    """
+    """Raise ParameterError, which names the setting, if drafts of a decoder cannot be verified."""
     if decoder.pool is not None:
         raise ParameterError("pool", "`lossless` verifies with every row; leave one of them out")
     if isinstance(decoder.policy, Full):
@@ -139,7 +128,7 @@ def check_lossless(decoder: Decoder) -> None:
 
 
 def most_drafted(decoder: Decoder, wanted: int | None) -> int:
-    """Return the most tokens that are drafted before a verification, at most those wanted.
+    """Return the maximum number of tokens to draft before a verification, at most `wanted`.
 
     A draft ends before rows reach the host, and with quantised rows before they leave the window of
     a verified token.
@@ -175,11 +164,7 @@ def make_decoder(model: Model, settings: EngineSettings, transfer: Transfer, mes
 
 
 def curves_for(model: Model, policy: Policy) -> Curves | None:
-    """Return the curves that split a budget among the layers, if the policy needs them.
-
-    Raises:
-        InputError: if the model's conversion did not measure them.
-    """
+    """Return the curves that split a budget, if needed; raise InputError if not measured."""
     if isinstance(policy, InfiniGen) and policy.layer_budgets == "calibrated":
         return model.curves(policy.lead > 0)
     return None

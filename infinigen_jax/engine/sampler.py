@@ -35,11 +35,7 @@ class Drawn(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """Inputs of a sampler's draws, in addition to the logits.
-
-    Attributes:
-        history: earlier tokens; None if no sequence has penalties.
-    """
+    """Inputs of a sampler's draws, except the logits; `history` is None without penalties."""
 
     settings: SamplingArrays
     stream: Int[Array, " b"]
@@ -51,8 +47,8 @@ class Sampler:
     """Sampling of a batch's sequences.
 
     The draws of a sequence depend on its settings and number of draws, not on the other sequences.
-    Settings are data: a change compiles nothing. While all sequences are greedy, the step's most
-    likely tokens are taken as they are.
+    Settings are data: a change compiles nothing. A greedy batch takes the step's most likely tokens
+    as they are.
 
     Args:
         prompts: tokens of each sequence so far, for the repetition penalty.
@@ -92,8 +88,7 @@ class Sampler:
     ) -> Drawn:
         """Draw the next token of each sequence, without waiting.
 
-        Args:
-            allowed: tokens that may be drawn, see `sampling.limited`; None for all.
+        `allowed` marks the tokens that may be drawn, see `sampling.limited`; None for all.
         """
         limited, tokens = logits, best
         if allowed is not None:
@@ -167,12 +162,7 @@ class Sampler:
 
 
 class SamplingPrograms(NamedTuple):
-    """Compiled functions of `Sampler`.
-
-    Attributes:
-        draw: sample the next tokens, count them, and add them to the history, which is donated.
-        log_probs: `log_probs_of`, with MOST_LOG_PROBS alternatives.
-    """
+    """Compiled functions of `Sampler`; `draw` also counts the tokens in the donated history."""
 
     limit: Any
     draw: Any
@@ -183,7 +173,7 @@ class SamplingPrograms(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def sampling_programs(mesh: Mesh) -> SamplingPrograms:
-    """Return the jitted functions for batches on a mesh."""
+    """Return the compiled functions for batches on a mesh."""
 
     def draw(
         logits: Float[Array, "b v"],
@@ -212,7 +202,7 @@ def sampling_programs(mesh: Mesh) -> SamplingPrograms:
 
 
 def repetitions(prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling]) -> list[int]:
-    """Return how many equal prompts with equal settings precede each, so that they can differ."""
+    """Return the number of equal prompts with equal settings before each, to draw differently."""
     counts: collections.Counter[Any] = collections.Counter()
     numbers = []
     for prompt, settings in zip(prompts, sampling, strict=True):

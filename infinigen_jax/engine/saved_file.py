@@ -31,11 +31,7 @@ Layout = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 
 
 def check_replaceable(path: Path) -> None:
-    """Check that a path is a regular file or unused, since saving replaces it.
-
-    Raises:
-        InputError: for a folder, a device or a pipe.
-    """
+    """Raise InputError if a path is neither a regular file nor unused, since saving replaces it."""
     if path.exists() and not path.is_file():
         raise InputError(f"{path}: it is not a file; give a name for one")
 
@@ -46,11 +42,7 @@ def write_saved(
     layout: Layout,
     arrays: Iterable[tuple[str, np.ndarray]],
 ) -> None:
-    """Write a file completely or not at all, with one array in memory at a time.
-
-    Raises:
-        InputError: if the file cannot be written.
-    """
+    """Write a file completely, with one array in memory at a time, or raise an InputError."""
     check_replaceable(path)
     text = json.dumps({"kind": KIND, "version": VERSION} | record).encode()
     text += b" " * (-len(text) % 64)  # keeps the arrays aligned
@@ -67,11 +59,7 @@ def write_saved(
 
 
 class SavedFile:
-    """A file written by `write_saved`.
-
-    Raises:
-        InputError: if the file is missing, damaged or of another kind.
-    """
+    """A file written by `write_saved`; raises InputError if missing, damaged or another kind."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -88,11 +76,7 @@ class SavedFile:
         self.record = self._read_record()
 
     def read(self, name: str, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
-        """Return a read-only view of an array.
-
-        Raises:
-            InputError: if its dtype or shape differs.
-        """
+        """Return a read-only view of an array; raise InputError if its dtype or shape differs."""
         info = self._file.tensors.get(name)
         if info is None or info.shape != shape or info.dtype != dtype:
             raise self.refused("its arrays do not fit the model and the settings")

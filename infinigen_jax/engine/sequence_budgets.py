@@ -22,11 +22,7 @@ def budget_limit(decoder: Decoder) -> float | None:
 
 
 class SequenceBudgets:
-    """Budgets by sequence, at most the policy's.
-
-    Attributes:
-        weights: the policy's arrays of each host layer, with the budgets of all sequences.
-    """
+    """Budgets by sequence, at most the policy's; `weights` are the policy's arrays with these."""
 
     def __init__(self, runtime: Runtime, batch: int):
         self._decoder, self._most = runtime.decoder, budget_limit(runtime.decoder)
@@ -58,7 +54,7 @@ class SequenceBudgets:
         return tuple(layers)
 
     def _shares(self, budget: float) -> Any:
-        """Return a layer's budgets, scaled as the budgets of the sequences are."""
+        """Return a layer's budget for each sequence, scaled as the sequence's budget is."""
         scaled = [budget_fraction(budget * (each / self._most)) for each in self._budgets]
         pairs = np.array([share.as_integer_ratio() for share in scaled], np.int32)
         return jax.device_put(pairs, self._at)

@@ -47,11 +47,7 @@ class EngineSettings(EngineOptions):
 
 
 def check_pool(pool: Pool | None, policy: Policy) -> None:
-    """Check that a policy supports a limit of the host's cache, if one is set.
-
-    Raises:
-        ParameterError: if it does not; the message names the policies that do.
-    """
+    """Raise ParameterError, which names other policies, if a policy supports no limited cache."""
     if pool is not None and not policy.pools:
         names = " or ".join(name for name, kind in POLICIES.items() if kind.pools)
         raise ParameterError("pool", f"policy {policy.name} cannot have a limit; use {names}")

@@ -4,9 +4,9 @@
     sequence 0                                 | its own tokens |
     sequence 1                                 | its own tokens ....... |
 
-Each sequence has its own copy of the data on the device: dense layers, the policy's state and
-recent rows. On the host, the shared rows are stored once for the batch (see `cache.host_array`).
-The last rows of the prefix, at least a window, are copied, as a flush may write them again.
+Each sequence has its own copy of the device data: dense layers, the policy's state and recent rows.
+On the host, the shared rows are stored once for the batch (see `cache.host_array`). The last rows
+of the prefix, at least a window, are copied, as a flush may write them again.
 """
 
 import functools
@@ -30,9 +30,7 @@ UNIT = 128  # the number of a sequence's unshared slots is a multiple of it
 class Sharing(NamedTuple):
     """Layout of a shared prefix in the host's array.
 
-    Attributes:
-        sequences: sequences of the host's array that hold shared slots, `unshared` slots each.
-        unshared: number of unshared slots of each sequence on the host.
+    `sequences` of its sequences hold the shared slots; every sequence has `unshared` slots.
     """
 
     tokens: int
@@ -59,7 +57,7 @@ def common_prefix(prompts: Sequence[list[int]]) -> int:
 def may_share(config: ModelConfig, longest: int) -> bool:
     """Return whether the keys of a prefix are independent of the prompt's length, up to `longest`.
 
-    They are not if the frequencies of the rotary embedding depend on the length.
+    They are not if the frequencies of the rotary embedding vary with the length.
     """
     rope = config.rope
     return rope is None or not rope.varies or longest <= rope.original_positions
@@ -89,8 +87,7 @@ def choose_sharing(decoder: Decoder, prefix: int, tokens: int, batch: int) -> Sh
 def broadcast(decoder: Decoder, one: Cache, batch: int, sharing: Sharing) -> Cache:
     """Return the cache of `batch` sequences with the prefix cached in `one`.
 
-    Args:
-        one: cache of a single sequence, with the capacity of `sharing`; not donated.
+    `one` is a cache of a single sequence, with the capacity of `sharing`; not donated.
     """
     at = Placement(decoder.mesh)
     cache = _repeat(decoder)(one._replace(host=None), batch)

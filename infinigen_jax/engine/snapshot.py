@@ -54,11 +54,7 @@ def arrays(decoder: Decoder, cache: Cache, length: int) -> Iterator[tuple[str, n
 
 
 def restore(decoder: Decoder, capacity: int, length: int, file: SavedFile) -> Cache:
-    """Return the saved cache, on the decoder's device and in host memory.
-
-    Raises:
-        InputError: if it does not fit the decoder and the capacity.
-    """
+    """Return the saved cache; raise InputError if it does not fit decoder and capacity."""
     cache = empty_cache(decoder, 1, capacity)
     kinds = layout(decoder, cache, length)
     saved = {name: file.read(name, *kind) for name, kind in kinds.items()}
@@ -79,7 +75,6 @@ def restore(decoder: Decoder, capacity: int, length: int, file: SavedFile) -> Ca
 
 
 def _numbers(decoder: Decoder, array: Any) -> np.ndarray:
-    """Return a view of an array with a numeric dtype."""
     array = np.asarray(array)
     return array.view(number_dtype(array.dtype, decoder.dtype))
 

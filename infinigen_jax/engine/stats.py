@@ -63,8 +63,7 @@ class Stats:
 class Clock:
     """Times of a run, in seconds; each call adds the time since the previous call.
 
-    Attributes:
-        prefill: time until the first tokens, and for prompts admitted later.
+    `prefill` is for the first tokens, and for prompts admitted later.
     """
 
     def __init__(self):
@@ -155,12 +154,9 @@ def bytes_moved(decoder: Decoder, rows: Counts, slots: int, batch: int, steps: i
 
 
 def fraction(decoder: Decoder, counts: Any, kept: np.ndarray, cached: np.ndarray) -> float:
-    """Return the mean ratio of counted rows to cached rows, over the steps that count.
+    """Return the mean ratio of rows to cached rows, over the steps that are `kept`.
 
-    Args:
-        counts: [steps, b] rows, summed over host layers and KV heads.
-        kept: [steps, b] whether a step counts.
-        cached: [steps, b] tokens cached before the step.
+    `counts` are summed over host layers and KV heads; `cached` is the tokens before each step.
     """
     if not decoder.host_layers or not kept.any():
         return 0.0

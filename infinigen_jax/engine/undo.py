@@ -1,4 +1,4 @@
-"""Undo of drafted steps: what they destroy is copied before, and put back before a commit.
+"""Undo of drafted steps: arrays that they destroy are copied before, and restored before a commit.
 
     copied       rings of recent rows, sums over the rows that left them, lengths, and the state of
                  a policy that observes
@@ -30,14 +30,14 @@ class Saved(NamedTuple):
 
 
 def save(decoder: Decoder, cache: Cache) -> Saved:
-    """Copy what decode steps destroy."""
+    """Copy the arrays that decode steps destroy."""
     local = tuple(None if isinstance(x, DenseLayer) else x for x in cache.local)
     states = cache.states if decoder.policy.observes else ()
     return _programs(decoder)[0](Saved(local, states, cache.lengths))
 
 
 def restore(decoder: Decoder, cache: Cache, saved: Saved) -> Cache:
-    """Return the cache before the steps since `save`; both are used up."""
+    """Return the cache before the steps since `save`; both arguments are consumed."""
     local = (now if old is None else old for now, old in zip(cache.local, saved.local, strict=True))
     return cache._replace(
         local=tuple(local),
@@ -55,8 +55,8 @@ def _programs(decoder: Decoder) -> tuple[Any, Any]:
     def no_later(hot: Any, lengths: Int[Array, " b"]) -> Any:
         """Return hot sets whose entries were used before the next token.
 
-        `cache.hot_set.replacement` evicts the entries used longest ago, and the current use must be
-        last.
+        `cache.hot_set.replacement` evicts the least recently used entry, and the current use must
+        be last.
         """
         newest = (lengths - 1)[:, None, None]
         return tuple(x and x._replace(used=jnp.minimum(x.used, newest)) for x in hot)

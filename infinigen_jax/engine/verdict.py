@@ -1,8 +1,8 @@
 """Acceptance of drafted tokens by the tokens that the full model draws.
 
 A draw is a function of logits, settings and a random number, which depends on the seed and on the
-number of tokens drawn before (`sampling.uniforms`). The draft draws with the same random numbers.
-Its token is accepted if it equals the one that the full model's logits give with that number:
+number of tokens drawn before (`sampling.uniforms`). The draft uses the same random numbers. Its
+token is accepted if it equals the one that the full model's logits give with that number:
 
     drafted     a b c d           the full model's draws after the last token, a, ab, abc, abcd
     verified    a b x . .         x replaces c: it is the full model's own draw after a b
@@ -30,8 +30,8 @@ class Verdict(NamedTuple):
 
     Attributes:
         drawn: the full model's draws, of which the first `count` are new tokens.
-        count: new tokens of each sequence; their number of accepted inputs is the same.
-        last: last new token, or the token before without one.
+        count: new tokens of each sequence, and its leading input tokens to commit.
+        last: last new token; the token before if there is none.
         room: tokens that a sequence may still get; 0 after its end.
         draws: state of the sampler after these tokens; None if greedy.
         logits: logits after every token of every sequence, in one axis.
@@ -48,10 +48,8 @@ class Verdict(NamedTuple):
 class VerdictSteps(NamedTuple):
     """Compiled functions of a decoder.
 
-    Attributes:
-        begin: tokens to verify, before any is drafted.
-        draft: draw a drafted token and add it to the tokens to verify, which are donated.
-        judge: compare the tokens with the full model's draws.
+    `begin` returns the tokens to verify before any is drafted; `draft` draws a token and adds it to
+    them, which are donated; `judge` compares them with the full model's draws.
     """
 
     begin: Any
@@ -143,7 +141,6 @@ def draw_all(logits: Float[Array, "b c v"], draws: Draws) -> Int[Array, "b c"]:
 
 
 def _with_tokens(history: History, tokens: Int[Array, "b n"], counted: Array) -> History:
-    """Add the counted tokens to a history."""
     sequence = jnp.arange(len(tokens), dtype=jnp.int32)[:, None]
     drawn = history.drawn.at[sequence, jnp.maximum(tokens, 0)].add(counted.astype(jnp.int32))
     return history._replace(drawn=drawn)

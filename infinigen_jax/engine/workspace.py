@@ -26,8 +26,8 @@ def prefill_bytes(decoder: Decoder, batch: int, chunk: int, capacity: int) -> in
 def _prefill_on_cpu(decoder: Decoder, batch: int, chunk: int, capacity: int) -> int:
     """Return the bytes of temporaries on a CPU.
 
-    Attention and MLP run one after the other, in float32. In addition, memory holds the layer's
-    input, output and new rows, and the layer's weights in float32 if they are stored in two bytes.
+    Attention and MLP run one after the other, in float32. Memory also holds the layer's input,
+    output and new rows, and weights in float32 if they are stored in two bytes.
     """
     config, item, tokens = decoder.config, decoder.dtype.itemsize, batch * chunk
     queries = config.query_width
@@ -63,11 +63,9 @@ def decode_bytes(decoder: Decoder, batch: int, capacity: int) -> int:
 
 
 def step_bytes(decoder: Decoder, batch: int, capacity: int, drafted: int, resident: int) -> int:
-    """Return the bytes of temporaries of a decode step, or of a round with drafted tokens.
+    """Return the bytes of temporaries of a decode step, or of a round with `drafted` tokens.
 
-    Args:
-        drafted: tokens of a verification; 0 for decode steps.
-        resident: bytes of the rows that a draft copies, to be undone.
+    A draft copies `resident` bytes of rows for its undo.
     """
     step, config = decode_bytes(decoder, batch, capacity), decoder.config
     if not drafted:

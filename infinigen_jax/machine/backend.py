@@ -1,4 +1,4 @@
-"""Start of JAX's backend: environment variables set before, and the error if it fails."""
+"""Start of JAX's backend: environment variables to set before, and the error if it fails."""
 
 import os
 
@@ -14,7 +14,7 @@ GPU_SHARE = 0.9  # of a GPU's memory
 def claim_memory() -> None:
     """Let JAX use most of the host's and of a GPU's memory; call it before the backend starts.
 
-    By default XLA pins at most 64 GiB of the host's memory, and takes three quarters of a GPU's.
+    By default XLA pins at most 64 GiB of host memory, and takes three quarters of a GPU's memory.
     Variables that the user has set take precedence.
     """
     pool = max(1, int(POOL_SHARE * available_host_bytes()) >> 30)

@@ -28,9 +28,9 @@ class Device(Protocol):
 def available_host_bytes(root: Path = Path("/")) -> int:
     """Return the host memory that can be allocated without swapping, in bytes.
 
-    On Linux this is the least of the kernel's estimate (MemAvailable), the room that the control
-    groups of this process leave, as in a container, and the room in its address space. On other
-    systems it is the size of the physical memory.
+    On Linux this is the least of the kernel's estimate (MemAvailable), the room left by this
+    process's control groups, as in a container, and the room in its address space. On other systems
+    it is the size of the physical memory.
     """
     available = _statistic(root / "proc/meminfo", "MemAvailable:", 1024)
     if available is None:
@@ -39,10 +39,7 @@ def available_host_bytes(root: Path = Path("/")) -> int:
 
 
 def available_device_bytes(device: Device) -> int | None:
-    """Return the device memory that JAX can still allocate, in bytes; None if unknown.
-
-    For a CPU device this is the host's memory.
-    """
+    """Return the bytes JAX can still allocate on a device (CPU: on the host); None if unknown."""
     if device.platform == "cpu":
         return available_host_bytes()
     statistics = device.memory_stats()
@@ -52,7 +49,7 @@ def available_device_bytes(device: Device) -> int | None:
 
 
 def return_freed_memory() -> None:
-    """Return freed pieces of memory to the system, where there would be many."""
+    """Return freed memory to the system, if the C library is glibc."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc
     if trim is not None:
         trim(0)
@@ -108,8 +105,8 @@ def _address_space_room(root: Path) -> Iterator[int]:
 def _control_group_rooms(root: Path) -> Iterator[int]:
     """Yield the bytes left below the limit of each control group of this process.
 
-    A limit holds for a group and all groups inside it, so this walks up to the mount. The walk also
-    works in a container, where the path may be the host's and only the mount itself exists.
+    A limit holds for a group and all groups inside it, so this walks up to the mount. The path may
+    be the host's and not exist in a container; the mount exists.
     """
     try:
         memberships = (root / "proc/self/cgroup").read_text().splitlines()

@@ -56,18 +56,14 @@ class Tail(NamedTuple):
 
 
 def soft_capped(scores: Float[Array, "*b"], cap: float | Array | None) -> Float[Array, "*b"]:
-    """Return cap * tanh(scores / cap), which is within the cap; the scores if there is none."""
+    """Return cap * tanh(scores / cap), which is within the cap; the scores if `cap` is None."""
     return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
 def attend(
     q: Float[Array, "b k g d"], *parts: Part, cap: float | None = None
 ) -> Float[Array, "b k g d"]:
-    """Return the attention of one token over the union of several parts.
-
-    Args:
-        cap: bound of the scores, see `soft_capped`.
-    """
+    """Return the attention of one token over the union of several parts."""
     state, *others = (softmax_over(q, part, cap) for part in parts)
     return finish_softmax(functools.reduce(join_softmax, others, state), q)
 
@@ -75,10 +71,7 @@ def attend(
 def attend_weighted(
     q: Float[Array, "b k g d"], *parts: Part, tail: Tail | None = None, cap: float | None = None
 ) -> tuple[Float[Array, "b k g d"], list[Float[Array, "b k g n"]]]:
-    """Return the output of `attend`, except for rounding, and the weights of each part.
-
-    A tail has the remaining weight.
-    """
+    """Return `attend`'s output up to rounding, and each part's weights; a tail has the rest."""
     scores = jnp.concatenate([_scores(q, part, cap) for part in parts], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)
     output = jnp.zeros(q.shape, jnp.float32)
@@ -99,7 +92,7 @@ def _with_tail(
 ) -> tuple[Float[Array, "b k g d"], Float[Array, "b k g 1"]]:
     """Return the output including the tail, and the total weight of the other tokens.
 
-    Without a tail the factor is exactly 1 and the added term exactly 0.
+    An empty tail changes nothing: the factor is exactly 1 and the added term exactly 0.
     """
     log_tail = jax.nn.logsumexp(tail.score, axis=-1)
     total = jnp.logaddexp(log_total, log_tail)
@@ -128,7 +121,7 @@ def start_softmax(q: Float[Array, "*b d"]) -> Softmax:
 
 
 def softmax_over(q: Float[Array, "b k g d"], part: Part, cap: float | None = None) -> Softmax:
-    """Return the state after some rows; `cap` as in `attend`."""
+    """Return the state after some rows."""
     scores = _scores(q, part, cap)
     peak = best(scores)
     weights = jnp.where(part.valid[:, :, None], jnp.exp(scores - peak[..., None]), 0.0)
@@ -150,7 +143,7 @@ def join_parts(parts: Softmax, valid: Bool[Array, "b k m"] | None = None) -> Sof
     peaks = parts.peak if valid is None else jnp.where(valid[..., None], parts.peak, MASKED)
     peak = jnp.max(peaks, axis=2)
     kept = jnp.exp(peaks - peak[:, :, None])
-    if valid is not None:  # what is not valid may hold another sequence's infinity
+    if valid is not None:  # the others may hold another sequence's infinity
         kept = jnp.where(valid[..., None], kept, 0.0)
         total = jnp.where(valid[..., None], parts.total, 0.0)
         weighted = jnp.where(valid[..., None, None], parts.weighted, 0.0)
@@ -165,7 +158,7 @@ def join_parts(parts: Softmax, valid: Bool[Array, "b k m"] | None = None) -> Sof
 def finish_softmax(
     state: Softmax, q: Float[Array, "b k g d"], tail: Tail | None = None
 ) -> Float[Array, "b k g d"]:
-    """Return the attention output over everything attended so far."""
+    """Return the attention output over all rows attended so far."""
     output = state.weighted / state.total[..., None]
     if tail is not None:
         output, _ = _with_tail(output, state.peak + jnp.log(state.total), tail)

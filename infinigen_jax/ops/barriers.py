@@ -1,7 +1,7 @@
-"""Ordering and fusion control for XLA:CPU, which removes `optimization_barrier`.
+"""Ordering and fusion control for XLA:CPU, which drops `optimization_barrier`.
 
-XLA:CPU drops barriers before it fuses and before it inserts copies. The functions here use
-conditions and values that the compiler cannot simplify.
+It drops barriers before it fuses and inserts copies. The functions here use conditions and values
+that the compiler cannot simplify.
 """
 
 import functools
@@ -17,11 +17,10 @@ Result = TypeVar("Result")
 
 
 def compute_once(compute: Callable[[], Result]) -> Result:
-    """Return the arrays of `compute`, computed once and stored.
+    """Return the arrays of `compute`, computed once and stored; for CPU programs only.
 
-    They are computed under a condition that always holds. Without it XLA would fuse `compute` into
-    its consumers and repeat it for each of their elements. Use it in CPU programs only: a GPU would
-    wait for the host to read the condition.
+    It is under a condition that always holds. Without it XLA would fuse `compute` into its
+    consumers and repeat it for each element. A GPU would wait for the host to read the condition.
     """
     shapes = jax.eval_shape(compute)
     always = lax.optimization_barrier(jnp.bool_(True))  # opaque to XLA at this stage
@@ -32,7 +31,7 @@ def compute_once(compute: Callable[[], Result]) -> Result:
 def after(x: Shaped[Array, "*b w"], read: Float[Array, "*b d"]) -> Shaped[Array, "*b w"]:
     """Return x, computed after `read`; w is a multiple of d.
 
-    A later write into the array that `read` was read from then needs no copy of that array.
+    A later write into the array that `read` comes from then needs no copy of that array.
     """
     never = jnp.isnan(read) & jnp.isinf(read)
     parts = x.reshape(*read.shape[:-1], -1, read.shape[-1])

@@ -1,10 +1,9 @@
 """Storage of two-byte floats as integers with the same bits, for the CPU.
 
-XLA:CPU computes with bfloat16 and float16 in float32. It converts every array of these types that
-an operation takes. Even a gather, a slice or an in-place update of a few rows converts the whole
-array and converts it back. Integers are left alone. Large arrays are therefore stored as integers
-on the CPU, and only the rows read or written are reinterpreted. (Reinterpreting the whole array
-would copy it.)
+XLA:CPU computes with bfloat16 and float16 in float32. Even a gather, a slice or an in-place update
+of a few rows converts the whole array and converts it back. It does not convert integers. Large
+arrays are therefore stored as integers, and only the rows read or written are reinterpreted.
+(Reinterpreting the whole array would copy it.)
 """
 
 from typing import Any
@@ -15,7 +14,7 @@ from jaxtyping import Array, Shaped
 
 
 def kept_dtype(dtype: Any, as_bits: bool) -> jnp.dtype:
-    """Return the storage dtype for a dtype: uint16 for two-byte types if `as_bits`."""
+    """Return the dtype to store an array in: uint16 for two-byte types if `as_bits`."""
     dtype = jnp.dtype(dtype)
     return jnp.dtype(jnp.uint16) if as_bits and dtype.itemsize == 2 else dtype
 

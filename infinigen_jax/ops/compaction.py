@@ -23,11 +23,11 @@ GROUPS = 32  # number of word groups that a position is compared with
 
 
 def compact(mask: Bool[Array, "b k t"], size: int) -> Int[Array, "b k n"]:
-    """Return positions of the marked entries, ascending, in the first places of n = `size`.
+    """Return positions of the marked entries, ascending, arbitrary ones after the last.
 
     Marks are packed into 32-bit words. A mark's word is located by the running counts of the words,
-    its place in the word by bisection. Places after the last mark hold arbitrary positions. On the
-    CPU only the used places are computed, in work items from all rows.
+    its place in the word by bisection. On the CPU only the used places are computed, in work items
+    from all rows.
     """
     return jnp.minimum(compact_words(pack_marks(mask), size), mask.shape[-1] - 1)
 
@@ -49,8 +49,8 @@ def pack_marks(mask: Bool[Array, "*b t"]) -> UInt32[Array, "*b v"]:
     words = -(-t // WORD)
     if t % WORD:
         mask = jnp.pad(mask, [(0, 0)] * len(rows) + [(0, words * WORD - t)])
-    # Four marks, bytes of 0 or 1, become four bits with one product. It moves byte i to bit 28 + i.
-    # All other terms stay below without a carry, or overflow.
+    # Four marks, bytes of 0 or 1, become four bits with one product, which moves byte i to bit
+    # 28 + i. All other terms stay below without a carry, or overflow.
     quads = mask.astype(jnp.uint8).reshape(*rows, words * (WORD // 4), 4)
     bits = (lax.bitcast_convert_type(quads, jnp.uint32) * jnp.uint32(0x10204080)) >> jnp.uint32(28)
     places = jnp.arange(0, WORD, 4, dtype=jnp.uint32).reshape(*[1] * (len(rows) + 1), WORD // 4)
@@ -95,9 +95,8 @@ def running_counts(words: UInt32[Array, "*b v"]) -> Int[Array, "*b v"]:
 def compact_by_row(words: UInt32[Array, "r v"], size: int) -> Int[Array, "r n"]:
     """Return positions of the first n = `size` marks of each row, arbitrary ones after them.
 
-    Each mark is located independently, by comparison with the running counts of a few word groups
-    and bisection inside the group. The barrier keeps the search out of its consumers: a gather of
-    rows would repeat it for every element of a row.
+    Each mark is located independently. The barrier keeps the search out of its consumers: a gather
+    of rows would repeat it for every element of a row.
     """
     rows, v = words.shape
     ends = running_counts(words)
@@ -111,9 +110,9 @@ def compact_by_row(words: UInt32[Array, "r v"], size: int) -> Int[Array, "r n"]:
 def compact_together(words: UInt32[Array, "r v"], size: int) -> Int[Array, "r n"]:
     """Return positions of the first n = `size` marks of each row, 0 after them.
 
-    Rows have very different numbers of marks. Positions are computed in work items
-    (`ops.work_items`) and then distributed to the rows. The loop keeps the search out of its
-    consumers, as the barrier does in `compact_by_row`; XLA:CPU would drop a barrier before fusion.
+    Rows have very different numbers of marks, so work items (`ops.work_items`) compute the
+    positions. The loop keeps the search out of its consumers, as the barrier does in
+    `compact_by_row`; XLA:CPU would drop a barrier before fusion.
     """
     rows = words.shape[0]
     at_once = items_at_once(rows, most_items(size))
@@ -148,19 +147,17 @@ def mark_starts(
 
     An entry is nonzero where a word holds the mark of this place but not of the previous one, or
     where a work item begins. It encodes 1 + the word, the number of its marks before the place, and
-    the place in the item. The entry that applies to a place is therefore the largest up to it.
-    XLA's scatter writes these few thousand numbers quickly, which replaces a search per place.
-    int32 suffices for rows of less than 2^25 tokens.
+    the place in the item, so the entry that applies to a place is the largest up to it. A scatter
+    of these few thousand numbers replaces a search per place. int32 suffices for rows of less than
+    2^25 tokens.
 
     Args:
         requested: number of leading marks requested per row; each row must have as many.
-        items: work items of the requested marks.
-        room: j, above the total number of items: the last place of the last item receives discarded
-            writes.
+        room: j, above the number of items: the last place receives discarded writes.
     """
     word = lax.broadcasted_iota(jnp.int32, words.shape, 1)
     begin = items.begin[:, None] * CHUNK
-    unused = room * CHUNK - 1  # target of discarded writes, which avoids a branch
+    unused = room * CHUNK - 1  # discarded writes go here, which avoids a branch
 
     def entries() -> tuple[tuple[Array, Array], ...]:
         before = counts - lax.population_count(words).astype(jnp.int32)
@@ -184,10 +181,9 @@ def mark_starts(
 def marks_at(
     words: UInt32[Array, "r v"], starts: Int[Array, "p c"], row: Int[Array, " p"]
 ) -> Int[Array, "p c"]:
-    """Return positions of the marks at all places of some work items; arbitrary beyond the request.
+    """Return positions of the marks in work items, given their rows of `mark_starts`.
 
-    Args:
-        starts: rows of `mark_starts` for these items.
+    Positions beyond the request are arbitrary.
     """
 
     def latest() -> Array:

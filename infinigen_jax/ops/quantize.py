@@ -17,18 +17,12 @@ SMALLEST = 2.0**-126  # the smallest normal bfloat16: the step of a group of equ
 def affine_codes(
     x: Float[Array, "*b"], bits: int, axis: int = -1
 ) -> tuple[UInt8[Array, "*b"], Float[Array, "..."], Float[Array, "..."]]:
-    """Quantise groups along an axis.
+    """Quantise groups of float32 numbers along an axis; `bits` is at most 8.
 
     For magnitudes below 1e38, |low + step * code - x| <= step / 2 (and float32 rounding), with
     step <= (1 + 2^-7) (max - min + 2^-7 |min|) / (2^bits - 1). A group with a NaN, an infinity or
-    a larger magnitude decodes to NaN as a whole.
-
-    Args:
-        x: float32.
-        bits: at most 8.
-
-    Returns:
-        codes; step and low, float32 that bfloat16 can hold, of size 1 along the axis.
+    a larger magnitude decodes to NaN as a whole. Return codes, and step and low, float32 that
+    bfloat16 can hold, of size 1 along the axis.
     """
     top = 2**bits - 1
     low = _floor(jnp.min(x, axis=axis, keepdims=True))

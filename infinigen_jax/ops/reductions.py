@@ -1,8 +1,7 @@
 """Reductions over the tokens of long arrays, vectorised for the CPU.
 
 XLA reduces the last axis one element after the other, because sums of floats depend on the order.
-Here an array is cut into pieces that are combined elementwise, and only the short result is reduced
-by XLA.
+Here pieces of an array are combined elementwise, and XLA reduces only the short result.
 """
 
 import functools
@@ -18,16 +17,14 @@ STREAMS = 8  # most pieces; more streams than the hardware prefetcher follows ar
 
 
 def summed(term: Callable[..., Array], *arrays: Shaped[Array, "..."]) -> Array:
-    """Return the sum of a term over all tokens.
+    """Return the sum of a term over all tokens, on the last axis of the arrays.
 
-    Args:
-        term: function of one piece of each array, or of the whole arrays if they are not cut.
-        arrays: arrays with tokens on the last axis; cut if they are a multiple of LANES.
+    `term` maps one piece of each array, or whole arrays unless they are a multiple of LANES.
     """
 
     def in_pieces(*arrays: Array) -> Array:
         terms = _folded(jnp.add, term, *arrays)
-        # A product, as XLA would fuse another fold with the first and compute it without vectors.
+        # A product: XLA would fuse another fold with the first and compute it without vectors.
         return jnp.dot(terms, jnp.ones(terms.shape[-1], terms.dtype), precision="highest")
 
     return lax.platform_dependent(

@@ -14,12 +14,7 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 
 class Span(NamedTuple):
-    """Start and token count of a chunk in each sequence; see the module's docstring.
-
-    Attributes:
-        start: tokens of the sequence before the chunk.
-        count: tokens of the chunk, excluding padding.
-    """
+    """Start (tokens before it) and token count of a chunk in each sequence, excluding padding."""
 
     start: Int[Array, " b"]
     count: Int[Array, " b"]
@@ -53,9 +48,8 @@ def place_span(
 ) -> tuple[Int[Array, " b"], Int[Array, "b c"], Bool[Array, "b c"]]:
     """Return how to write a chunk of `size` tokens into `capacity` >= `size` slots.
 
-    Returns:
-        The slot from which `size` slots are replaced, within bounds; the chunk's token for each of
-        these slots; and the mask of slots that receive their token (others keep their contents).
+    Return the slot from which `size` slots are replaced, within bounds; the chunk's token for each;
+    and the mask of slots that receive their token (others keep their contents).
     """
     at = jnp.clip(span.start, 0, capacity - size)
     token = at[:, None] + jnp.arange(size, dtype=jnp.int32)[None] - span.start[:, None]

@@ -44,11 +44,9 @@ def top_marks(
     candidates: Bool[Array, "b k t"],
     between: Bounds | None = None,
 ) -> tuple[Bool[Array, "b k t"], UInt32[Array, "b k v"]]:
-    """Return `top_mask`, and the mask packed into words.
+    """Return `top_mask` of the candidates, all above -inf, and the mask packed into words.
 
-    Args:
-        candidates: mask of the candidates, all above -inf.
-        between: bounds on the candidates' ranks, if known; they save two passes.
+    `between` bounds the candidates' ranks, if known; it saves two passes.
     """
     words = pack_marks(candidates)
     above = marked(words)
@@ -133,8 +131,7 @@ def _finished(state: _Search, rank: Float[Array, "b k t"], count: Int[Array, "b 
     t = rank.shape[-1]
     few = min(FEW, t)
     low, high = (_value(x)[..., None] for x in (state.low, state.high))
-    # Use the comparisons of the search: the key after the largest number is a NaN, and subnormals
-    # compare equal.
+    # As in the search: the key after the largest number is a NaN, and subnormals compare equal.
     words = pack_marks((rank >= low) & ~(rank >= high))
     slots = compact_words(words, few)
     number = (state.at_low - state.at_high)[..., None]
@@ -157,17 +154,16 @@ def _halfway(state: _Search) -> Int[Array, "b k"]:
 
 
 def _aim(state: _Search, count: Int[Array, "b k"]) -> Int[Array, "b k"]:
-    """Return the number of entries that the next threshold should separate.
+    """Return the number of entries that the next threshold should separate, normally `count`.
 
-    Normally `count`. If one end of the interval is already near, the aim lies beyond `count` on the
-    other side, to move the other end near.
+    If one end of the interval is near, aim beyond `count` on the other side, to move the other end.
     """
     below, above = state.at_low - count <= FEW // 2, count - state.at_high <= FEW // 2
     return jnp.where(below == above, count, jnp.where(below, count - FEW // 4, count + FEW // 4))
 
 
 def _interpolated(state: _Search, count: Int[Array, "b k"], length: int) -> Int[Array, "b k"]:
-    """Return the threshold for the count if the upper tail of the scores were normal."""
+    """Return the threshold for the count as if the upper tail of the scores were normal."""
 
     def deviations(entries: Int[Array, "b k"]) -> Float[Array, "b k"]:
         share = jnp.maximum(entries.astype(jnp.float32), 0.5) / (2.0 * length)

@@ -15,12 +15,9 @@ SHARES = (16, 4)
 def over_used(compute: Callable[[int], Any], used: Int[Array, ""], capacity: int) -> Any:
     """Return `compute(n)` for the smallest of few sizes n that is not below `used`.
 
-    The program contains the work for every size, and one of them runs. Elsewhere than on a CPU, n
-    is the capacity: a GPU's kernels end at a sequence's end themselves.
-
-    Args:
-        compute: function of the number of leading slots to work on; its results have equal shapes.
-        used: number of leading slots that are in use.
+    n is a number of leading slots. The program contains the work for every size and runs one, so
+    the results must have equal shapes. Elsewhere than on a CPU, n is the capacity: the kernels of a
+    GPU stop at a sequence's end themselves.
     """
     sizes = [size for share in SHARES if (size := capacity // share // UNIT * UNIT)]
     if not sizes or jax.default_backend() != "cpu":

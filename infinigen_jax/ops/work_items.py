@@ -1,8 +1,8 @@
 """Work items: equal pieces of rows that need very different numbers of places.
 
-Static shapes are as large as the most that any row may need. The places needed are cut into items
-of CHUNK places of one row, and a loop processes some items at a time, from all rows. (On a GPU a
-loop of unknown length costs a round trip to the host, so this is for the CPU.)
+Static shapes are as large as any row may need. The places needed are cut into items of CHUNK places
+of one row, and a loop processes some items at a time, from all rows. (For the CPU: on a GPU a loop
+of unknown length costs a round trip to the host.)
 """
 
 from typing import NamedTuple
@@ -17,12 +17,7 @@ FEW_ITEMS = 8  # work items of an iteration with few rows
 
 
 class WorkItems(NamedTuple):
-    """Work items of r rows, row by row.
-
-    Attributes:
-        counts: number of items of each row.
-        ends: number of items up to the end of each row.
-    """
+    """Number of work items of each of r rows, and up to the end of each row."""
 
     counts: Int[Array, " r"]
     ends: Int[Array, " r"]
@@ -57,11 +52,7 @@ def cut_items(requested: Int[Array, " r"]) -> WorkItems:
 
 
 def items_at_once(rows: int, most: int) -> int:
-    """Return the number of items of a loop iteration; the last iteration computes all of them.
-
-    Args:
-        rows: number of rows, which need about two items each.
-    """
+    """Return the number of items of a loop iteration, for rows that need about two items each."""
     return min(max(FEW_ITEMS, 2 * rows), ITEMS, rows * most)
 
 

@@ -1,6 +1,6 @@
 """Policies: which cached rows a layer attends to. A policy is one file here (docs/policies.md).
 
-Policies of other packages are named by an entry point of the group ENTRY_POINTS, or by their path.
+An entry point of the group ENTRY_POINTS, or a path, names a policy of another package.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ ENTRY_POINTS = "infinigen_jax.policies"
 
 
 def _found() -> dict[str, Any]:
-    """Every class in this folder's files that has a name of its own, by that name."""
+    """Return the policy classes in this folder's files by name."""
     found: dict[str, Any] = {}
     for file in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{file.name}")
@@ -57,11 +57,11 @@ POLICIES = _found()
 
 
 def find_policy(name: str) -> Any:
-    """The class of a policy.
+    """Return the class of a policy.
 
     Args:
-        name: of a policy in this package; of an entry point of the group ENTRY_POINTS; or the
-            a class, such as "package.module:MyPolicy".
+        name: a policy in this package, an entry point of the group ENTRY_POINTS, or a class such
+            as "package.module:MyPolicy".
 
     Raises:
         InputError: if there is no such policy.

@@ -1,4 +1,4 @@
-"""Base of policies: the choice of the cached rows that a layer attends to.
+"""Base of policies, which choose the cached rows that a layer attends to.
 
 A policy is a frozen dataclass (static under jit) with pure functions over device state. The engine
 keeps that state, one per layer on the host, and calls, in this order:
@@ -6,8 +6,7 @@ keeps that state, one per layer on the host, and calls, in this order:
     fitted(model, ...)           once: return the policy with its automatic settings resolved
     prepare(model, layer)        once per layer: arrays for selection, in addition to its weights
     init(config, batch, ...)     before prefill: empty state
-    append(...)                  add the keys of each prompt chunk, and later of the recent window
-                                 when it is flushed
+    append(...)                  add the keys of a prompt chunk, or of a flushed recent window
     observe_queries(...)         after `append` of a chunk, if it `observes`: the chunk's queries
     select(...)                  in each step: choose the rows that a layer requests
     observe(...)                 in each step after attention, if it `observes`
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class Policy:
-    """Base of all policies, with what most of them do; see the module's docstring.
+    """Base of all policies, with common defaults; see the module's docstring.
 
     Attributes:
         name: name on the command line.
@@ -96,7 +95,7 @@ class Policy:
         """Return the static number of rows in a request per sequence, KV head and layer.
 
         Args:
-            capacity: tokens that the cache has room for.
+            capacity: number of tokens the cache can hold.
         """
         raise NotImplementedError
 
@@ -206,10 +205,8 @@ class Budgeted(BudgetSettings, Policy):
     ) -> Int[Array, " b"]:
         """Return the rows that the budget allows each sequence, per KV head.
 
-        The budget applies to the cached tokens, at most a pool's size.
-
-        Args:
-            share: budget of one layer, see `Lookup`.
+        The budget applies to the cached tokens, at most a pool's size. `share` is the budget of one
+        layer, see `Lookup`.
         """
         tokens = positions if held is None else jnp.minimum(positions, capacity)
         if share is None:

@@ -1,4 +1,4 @@
-"""Full cache: every row crosses to the device for every token, as in FlexGen. Exact."""
+"""Full cache: every row moves to the device for every token, as in FlexGen. Exact."""
 
 import dataclasses
 from typing import ClassVar

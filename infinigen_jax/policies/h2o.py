@@ -2,8 +2,7 @@
 
 The state sums the attention weights that each cached token received from all queries, per KV head.
 When a token leaves the recent window and the budget is full, the token with the smallest sum is
-evicted for good: its row is never read again. The weights are those of the engine's steps, computed
-over the tokens kept.
+evicted for good. The weights are those of the engine's steps, computed over the tokens kept.
 """
 
 import dataclasses

@@ -133,7 +133,7 @@ class InfiniGen(InfiniGenSettings, Indexed):
                 blocks = capacity // self.tail_block
                 rest = rest._replace(score=padded(rest.score, blocks, -jnp.inf))
             chosen = padded(request.slots, lookup.size, 0)
-            return Request(chosen, request.count, rest, marks=marks)  # which have the mask as well
+            return Request(chosen, request.count, rest, marks=marks)  # the mask follows from them
 
         return over_used(select, jnp.max(lookup.positions), capacity)
 
@@ -165,10 +165,9 @@ class InfiniGen(InfiniGenSettings, Indexed):
         query: Float[Array, "b k g d"] | None,
         masked: bool,
     ) -> Rest | None:
-        """Score the rows that are not requested, for the tail; None if they are scored later.
+        """Summarise the rows that are not requested, for the tail; None if this is done later.
 
-        Args:
-            query: the true query, if the scores were computed with it.
+        `query` is the true query if the scores were computed with it.
         """
         weights, state, held = lookup.weights, lookup.state, lookup.held
         positions, capacity = lookup.positions, scores.shape[3]

@@ -17,7 +17,7 @@ from infinigen_jax.selection.select import Request
 class Oracle(Indexed):
     """Policy that selects the exact top rows by the softmax summed over each group of query heads.
 
-    The layer waits for its rows, since the selection needs its own query.
+    It needs the layer's own query, so the layer waits for its rows.
     """
 
     name: ClassVar[str] = "oracle"

@@ -1,8 +1,8 @@
 """Attention to sinks and recent tokens only (StreamingLLM, ICLR 2024), at a budget.
 
-The window grows with the text: in addition to the resident sinks and recent tokens, the most recent
-of the remaining tokens are fetched up to the budget. The policy thus moves as many rows as those
-that select. Positions are the true ones, not those inside the window.
+The window grows with the text: the policy also fetches the most recent of the remaining tokens, up
+to the budget. It thus moves as many rows as the policies that select. Positions are the true ones,
+not those inside the window.
 """
 
 import dataclasses

@@ -3,11 +3,10 @@
 The softmax is computed online, so the largest array is one tile of scores: some queries and all
 query heads of a KV head, over one block of keys.
 
-    CPU      one tile at a time over all its keys, so that its scores and its softmax stay in the
+    CPU      one tile at a time over all its keys, so that scores and softmax stay in the
              processor's cache (their memory traffic dominates)
     NVIDIA   in half precision, cuDNN's kernel: scores stay on chip (`prefill.cudnn_attention`)
-    others   all heads together; the next block of prior rows is read during attention to the
-             current one
+    others   all heads together; attention to a block overlaps with reading the next one
 """
 
 import functools
@@ -41,11 +40,8 @@ def attend_chunk(
 
     Args:
         q: scaled queries; query head h reads KV head h // (h / k).
-        keys, values: keys and values of the chunk.
-        prior: rows before the chunk; None for none.
         window: number of tokens, including itself, that a token attends to; None for all prior
             ones.
-        cap: bound of the scores, see `ops.attention.soft_capped`.
     """
     cpu, default = (functools.partial(_attend, prior, window, cap, all) for all in (False, True))
     if cap is None and fused_attention.usable(q, keys.shape[2], prior, window):
@@ -58,9 +54,7 @@ class _Chunk(NamedTuple):
 
     Attributes:
         tiles: queries, in tiles of m: all query heads of the KV head, and some positions.
-        places: places of the queries in the chunk.
-        keys, values: keys and values of the chunk, padded to whole blocks.
-        start: position of the chunk's first token.
+        keys, values: padded to whole blocks.
     """
 
     tiles: Float[Array, "n tiles m d"]
@@ -71,8 +65,6 @@ class _Chunk(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """A tile of queries, with their places in the chunk."""
-
     q: Float[Array, "m d"]
     places: Int[Array, " m"]
 
@@ -109,7 +101,6 @@ def _attend(
 
 
 def _tile(b: int, c: int, h: int, k: int, together: bool) -> int:
-    """Return the number of queries in a tile."""
     if together:
         most = max(64, DEVICE_TILE_BYTES // (4 * b * h * BLOCK))
         return min(c, 1 << most.bit_length() - 1)
@@ -127,7 +118,6 @@ def _tiles(q: Float[Array, "b c h d"], kv_heads: int, tile: int) -> Float[Array,
 
 
 def _untiled(x: Float[Array, "n tiles m d"], shape: tuple[int, ...]) -> Float[Array, "b c h d"]:
-    """Return the inverse of `_tiles`."""
     b, c, h, d = shape
     k = x.shape[0] // b
     x = x.reshape(b, k, x.shape[1], h // k, -1, d).transpose(0, 2, 4, 1, 3, 5)
@@ -135,7 +125,7 @@ def _untiled(x: Float[Array, "n tiles m d"], shape: tuple[int, ...]) -> Float[Ar
 
 
 def _columns(x: Float[Array, "b c k d"]) -> Float[Array, "n s d"]:
-    """Return a chunk's keys or values, padded to whole blocks."""
+    """Pad a chunk's keys or values to whole blocks."""
     b, c, k, d = x.shape
     size = min(DIAGONAL_BLOCK, c)
     x = jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, -c % size), (0, 0)))
@@ -185,7 +175,7 @@ def _attend_prior(
 
 
 def _attend_together(prior: PriorRows | None, mask: _Mask, chunk: _Chunk) -> Softmax:
-    """Attend block by block with all tiles; a block is read during attention to the one before."""
+    """Attend block by block with all tiles, while the next block is read."""
 
     def attend_diagonal(tiles: Array, keys: Array, values: Array) -> Softmax:
         inputs = _Tile(tiles, chunk.places)
@@ -268,8 +258,8 @@ def _update(
 ) -> Softmax:
     """Attend to further keys; all of them if `visible` is None.
 
-    Masked keys get weight only in a tile that has seen no visible key yet. The first visible key
-    scales that weight to exactly 0.
+    Masked keys get weight only in a tile without a visible key so far; the first one scales that
+    weight to exactly 0.
     """
     scores = jnp.einsum("md,sd->ms", q, keys, preferred_element_type=jnp.float32)
     scores = soft_capped(scores, cap)

@@ -21,12 +21,8 @@ def attention_mass(
 ) -> Float[Array, "b k t"]:
     """Return the attention weight of each slot, summed over queries and query heads of a KV head.
 
-    Requires slot = position. This is a second pass over all keys, with the known softmax sums.
-
-    Args:
-        q: queries of the chunk, scaled and rotated.
-        keys: keys of the chunk, rotated.
-        cap: bound of the scores, see `ops.attention.soft_capped`.
+    The chunk's queries are scaled and rotated, its keys rotated. Requires slot = position. This is
+    a second pass over all keys, with the known softmax sums.
     """
     position = span.positions(q.shape[1])
     # An infinite log-sum gives padding a weight of exactly 0.

@@ -23,11 +23,7 @@ from infinigen_jax.transfer.host_weights import await_copy, start_next
 class CacheSteps(NamedTuple):
     """Compiled functions of prefill that depend on the policy; they donate what they replace.
 
-    Attributes:
-        empty: make an empty cache without host rows.
-        keep: store a chunk's rows of a layer on the host.
-        pool: positions of the prompt rows that a layer's pool keeps.
-        kept: initial `Kept` of a host layer, given these.
+    `pool` gives the positions of a layer's pooled prompt rows, and `kept` the initial `Kept`.
     """
 
     empty: Any
@@ -40,14 +36,9 @@ class ChunkSteps(NamedTuple):
     """Compiled functions of the layers over a chunk, equal for all policies.
 
     The last result of a layer's function is the next layer's weights on the device, if they were
-    passed in host memory as `stored` (see `transfer.host_weights`); else None.
-
-    Attributes:
-        embed: embed a chunk's tokens.
-        device_layer, keep_on_device: compute a layer on the device, and store its rows.
-        host_layer, observed_layer: compute a layer on the host; for a policy that observes, with
-            its queries and received attention.
-        last: take the output of each sequence's last token.
+    passed in host memory as `stored` (see `transfer.host_weights`); else None. `observed_layer` is
+    `host_layer` with queries and received attention, for a policy that observes. `last` takes the
+    output of each sequence's last token.
     """
 
     embed: Any

@@ -8,7 +8,7 @@ scores. `join_softmax` combines the groups into one softmax.
     whole blocks before it  every row is visible to every sequence: no mask and no copy
     the other blocks        masked: the last blocks of a batch of different lengths, and rings
 
-The shortest sequence of a batch determines which blocks need no mask. A sequence's last bits
+The blocks that need no mask depend on the shortest sequence of a batch. A sequence's last bits
 therefore depend on the lengths of the others.
 """
 
@@ -58,7 +58,7 @@ def usable(
 def unavailable(dtype: str, head_dim: int, windowed: bool = False) -> str | None:
     """Return one line on why this process cannot use the kernel for such heads; None if it can.
 
-    The first call runs the kernel on a small prompt and compares it with plain attention.
+    The first call compares the kernel with plain attention on a small prompt.
     """
     if os.environ.get(SWITCH) == OFF:
         return f"{SWITCH} is {OFF}"
@@ -79,13 +79,10 @@ def unavailable(dtype: str, head_dim: int, windowed: bool = False) -> str | None
 def refusal(
     dtype: str, shape: tuple[int, ...], kv_heads: int, block: int | None, window: int | None
 ) -> str | None:
-    """Return one line on why cuDNN rejects calls of these sizes; None if it accepts them.
+    """Return one line on why cuDNN rejects queries of shape [b, c, h, d]; None if it accepts them.
 
     Supported sizes differ by version and GPU. A program with an unsupported call fails as a whole.
-
-    Args:
-        shape: shape of the queries [b, c, h, d].
-        block: prior rows per block; None without prior rows.
+    `block` is the number of prior rows per block; None without prior rows.
     """
     b, c, h, d = shape
 
@@ -134,7 +131,7 @@ def attend(
 def _attend_prior(
     prior: PriorRows, window: int | None, q: Float[Array, "b h c d"], state: Softmax
 ) -> Softmax:
-    """Attend to the blocks before the chunk as well; each is read during attention to the last."""
+    """Attend to the blocks before the chunk as well; the next one is read meanwhile."""
 
     def visit(number: Array, carry: tuple[Softmax, Rows], whole: bool) -> tuple[Softmax, Rows]:
         state, rows = carry
@@ -177,7 +174,7 @@ def _kernel(
     window: int | None = None,
 ) -> Softmax:
     """Return attention over one group of keys; if all are masked, the peak has no weight."""
-    # `jax.nn.dot_product_attention` rounds the log-sums to the output's dtype. Its eight bits would
+    # `jax.nn.dot_product_attention` rounds the log-sums to the output's eight bits, which would
     # cause errors of a few percent when groups are combined.
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
@@ -197,7 +194,7 @@ def _kernel(
 def _error(dtype: Any, head_dim: int, window: int | None) -> float:
     """Return the largest difference from plain attention, in multiples of its tolerance.
 
-    The test case is the last chunk of a prompt, after whole, partly filled and empty blocks.
+    The test case has whole, partly filled and empty blocks before the chunk.
     """
     b, c, h, k, size, capacity = 3, 48, 4, 2, 64, 224
     random = np.random.default_rng(0)

@@ -19,16 +19,11 @@ from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill.attention import attend_chunk
 from infinigen_jax.prefill.prior_rows import BLOCK, Attended, PriorRows
 
-Attend = Callable[[Array, Array, Array], Attended]  # of queries, keys and values of a chunk
+Attend = Callable[[Array, Array, Array], Attended]  # queries, keys and values of a chunk
 
 
 class Done(NamedTuple):
-    """Result of a layer over a chunk.
-
-    Attributes:
-        rows: keys and values, concatenated.
-        queries, keys: queries and keys, scaled and rotated.
-    """
+    """Result of a layer over a chunk: queries and keys are scaled and rotated."""
 
     x: Float[Array, "b c e"]
     rows: Float[Array, "b k c w"]
@@ -46,14 +41,7 @@ def chunk_layer(
     window: int | None = None,
     cap: float | None = None,
 ) -> Done:
-    """Compute one layer over a chunk.
-
-    Args:
-        lengths: lengths of the sequences after all chunks; by default the span's end.
-        prior: rows before the chunk; None for none.
-        window: number of tokens that a token attends to; None for all prior ones.
-        cap: bound of the scores, see `ops.attention.soft_capped`.
-    """
+    """Compute a layer over a chunk; `lengths` after all chunks are by default the span's end."""
     positions = span.positions(x.shape[1])
     whole = jnp.broadcast_to((span.end if lengths is None else lengths)[:, None], positions.shape)
 
@@ -72,8 +60,7 @@ def layer_over(
 ) -> Done:
     """Compute one layer over a chunk with a given attention.
 
-    Args:
-        lengths: tokens of the sequence in the call of the model that each token belongs to.
+    `lengths` is, for each token, the length of its sequence in the same call of the model.
     """
     a = layer.attention_input(x)
     keys, values = layer.key_value(a, positions, lengths)
@@ -134,7 +121,6 @@ def keep_rows(
     """Store a chunk's rows of a layer on the host.
 
     Args:
-        policy_weights: the policy's arrays for the layer.
         rows: keys and values, concatenated, in the model's dtype.
         number: index among the host layers.
         observations: queries, and attention received by the slots, for a policy that observes.
@@ -176,8 +162,8 @@ def _left(
 ) -> Float[Array, "b k 1 d"]:
     """Return the sum of the values that only a pool has, in their stored form.
 
-    Pooled rows that are resident as well enter the sum later, in their original form, so the
-    rounding error of storing them is added here, as in `pool_flush`.
+    Pooled rows that are resident as well enter the sum later in their original form, so the error
+    of storing them is added here, as in `pool_flush`.
     """
     if stored.exact:
         return sums_of_values(rows, counted)

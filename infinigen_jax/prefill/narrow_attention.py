@@ -1,6 +1,6 @@
 """Attention of a few tokens of each sequence over a long cache, which is read once for all of them.
 
-Prompt chunks have hundreds of queries, and tiles of scores decide the time. Here the rows do: all
+Tiles of scores decide the time of prompt chunks with hundreds of queries. Here the rows do: all
 queries of a KV head are the columns of one product with each block of rows. On a CPU, both products
 of a few columns take whole rows, key and value: copying the halves would take longer.
 """
@@ -18,11 +18,7 @@ MOST_COLUMNS = 32  # of products with whole rows
 
 
 class Seen(NamedTuple):
-    """Rows with the queries that see them.
-
-    Attributes:
-        visible: whether a row is visible to a query; c is 1 if it is the same for all. None: all.
-    """
+    """Rows, and which queries see them: None for all; c is 1 if equal for all queries."""
 
     keys: Float[Array, "b k n d"]
     values: Float[Array, "b k n d"]
@@ -45,7 +41,6 @@ def attend_narrow(
         near: rows at hand; every query sees at least one of them.
         prior: further rows, read in blocks; all queries see them if they are within the window.
         window: number of tokens, including itself, that a token attends to; None for all prior.
-        cap: bound of the scores, see `ops.attention.soft_capped`.
         ahead: whether a block is read during attention to the one before.
     """
     b, c, h, d = q.shape
@@ -97,12 +92,9 @@ def _update(
     cap: float | None,
     whole_rows: bool = False,
 ) -> Softmax:
-    """Attend to further rows.
+    """Attend to further rows; `whole_rows` takes keys and values side by side, as stored.
 
     Rows lead in the scores: a product that reads keys in their order needs no transposed copy.
-
-    Args:
-        whole_rows: whether both products take keys and values side by side, as they are stored.
     """
     keys, values = rows.keys, rows.values
     if whole_rows:

@@ -5,18 +5,18 @@
                             come from the host block by block; then its rows are stored
     predict                 logits after the last token of each sequence
 
-The device holds one chunk's activations and a few blocks of rows for any prompt length, in addition
-to device caches and policy state. A prompt of at most one chunk is read in one piece.
+For any prompt length the device holds one chunk's activations and a few blocks of rows, in addition
+to device caches and policy state.
 
 `prefill` creates a cache. `extend` adds tokens to a cache, also after decoding: a chat's next turn,
 or different continuations of a shared prompt. Sequences may differ in length and may add no tokens;
 the result of one does not depend on the others (see `ops.span`). A host pool is filled in one piece
-and cannot be extended, because rows that it dropped are no longer available.
+and cannot be extended, because the rows that it dropped are gone.
 
 With exact rows the result equals that of one piece except for rounding. With int8 or int4 rows a
-chunk attends to prior rows in their stored form, scaled by the sequence's first chunk. Their
-chunk length is therefore fixed, independent of the longest sequence. Every policy attends to all
-rows during prefill.
+chunk attends to prior rows in their stored form, scaled by the sequence's first chunk; their chunk
+length is therefore fixed, independent of the longest sequence. Every policy attends to all rows
+during prefill.
 """
 
 from collections.abc import Callable
@@ -49,11 +49,7 @@ ComputeLayer = Callable[[int, Params, Array, tuple[Params, ...]], tuple[Array, A
 
 
 class Prefilled(NamedTuple):
-    """Result of a prefill.
-
-    Attributes:
-        best: most likely next tokens; not in the cache.
-    """
+    """Result of a prefill; `best` are the most likely next tokens, not in the cache."""
 
     cache: Cache
     logits: Float[Array, "b v"]
@@ -121,7 +117,7 @@ def extend(
 
 
 def longest_chunk(decoder: Decoder, batch: int) -> int:
-    """Return the default of the most tokens of each sequence in a chunk."""
+    """Return the default maximum number of tokens of each sequence in a chunk."""
     if decoder.transfer.in_place:
         return CHUNK
     return max(CHUNK, LONG_CHUNK // max(1, batch // 2))
@@ -155,11 +151,7 @@ def empty_cache(
     slots: int | None = None,
     host: Array | None = None,
 ) -> Cache:
-    """Return a cache without tokens, with room for `capacity` tokens of each sequence.
-
-    Args:
-        host: host array of an equal cache that is not used any more; None allocates one.
-    """
+    """Return a cache without tokens, in the `host` array of an unused equal cache if given."""
     slots = capacity if slots is None else slots
     if decoder.host_layers and host is None:
         stored = decoder.row_format
@@ -170,7 +162,7 @@ def empty_cache(
 
 
 def _with_pool(decoder: Decoder, cache: Cache, lengths: np.ndarray) -> Cache:
-    """Return an empty cache whose pools are prepared for these prompts."""
+    """Prepare the pools of an empty cache for these prompts."""
     assert cache.host is not None
     programs, at = cache_steps(decoder), Placement(decoder.mesh)
     placed = jax.device_put(lengths.astype(np.int32), at.batch)
@@ -223,8 +215,7 @@ def read_chunk(
 
     Args:
         cache: cache that is extended; its arrays are donated.
-        tokens: the chunk's tokens, padded on the right.
-        counts: number of tokens of each sequence in this chunk.
+        tokens: the chunk's tokens, padded on the right; each sequence has `counts` of them.
         lengths: length of each sequence after its last chunk.
         last: output of each sequence's last token in the chunk before; None for the first chunk.
 
@@ -251,11 +242,7 @@ def _room(decoder: Decoder, cache: Cache) -> int:
 
 
 class RowStore:
-    """Cache whose layers get the rows of a chunk one after the other; its arrays are donated.
-
-    Attributes:
-        host, local, states, scales: arrays of the cache so far, see `Cache`.
-    """
+    """Cache whose layers get the rows of a chunk one after the other; its arrays are donated."""
 
     def __init__(self, decoder: Decoder, weights: Weights, cache: Cache):
         self._decoder, self._policy, self._cache = decoder, weights.policy, cache
@@ -294,9 +281,8 @@ class RowStore:
 def through_layers(decoder: Decoder, weights: Weights, x: Array, compute: ComputeLayer) -> Array:
     """Compute all layers in turn; those in host memory arrive during the layer before.
 
-    Args:
-        compute: function of a layer's number, its parameters, its input, and the parameters of the
-            next layer if they are in host memory. It returns the layer's output and the copy.
+    `compute` maps a layer's number, its parameters, its input, and the next layer's parameters if
+    they are in host memory to the layer's output and the copy of those parameters.
     """
     layers, upcoming = weights.params["layers"], None
     for i, params in enumerate(layers):

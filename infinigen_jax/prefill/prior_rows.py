@@ -16,7 +16,6 @@ class PriorRows(NamedTuple):
 
     Attributes:
         read: function (slot, n) -> keys and values [b, k, n, d] of n rows from that slot on.
-        capacity: number of slots, at least `size`.
         start: number of valid positions: those before the chunk.
         positions: positions of the slots, -1 for a slot without a row; None if slot = position.
         first: first valid slot, where the first block begins.
@@ -71,7 +70,6 @@ class PriorRows(NamedTuple):
         return jnp.minimum(self.first + number * self.size, self.capacity - self.size)
 
     def _rows(self, start: Int[Array, ""]) -> Int[Array, ""]:
-        """Return the number of slots from `first` up to a position."""
         return jnp.maximum(jnp.minimum(start, self.capacity) - self.first, 0)
 
 
@@ -92,11 +90,7 @@ class Block(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """Attention of a chunk's queries.
-
-    Attributes:
-        log_sum: natural logarithm of each query's summed exponentials, float32.
-    """
+    """Attention of a chunk's queries, and the log-sum-exp of their scores in float32."""
 
     output: Float[Array, "b c h d"]
     log_sum: Float[Array, "b c h"]

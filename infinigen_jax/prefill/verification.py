@@ -2,12 +2,12 @@
 
     verify    all layers over the last accepted token and k drafted ones. Every layer attends to all
               of its rows, which are read once for all of these tokens. Nothing is stored.
-    commit    the rows of the accepted tokens are stored, as prefill stores those of a chunk. Each
-              sequence accepts its own number; rows of rejected tokens are never written.
+    commit    the rows of the accepted tokens are stored, as in prefill. Each sequence accepts its
+              own number of tokens; rows of rejected ones are never written.
 
-A row counts as exact while it is in the recent window and in its stored form later, as in decode
-steps of the full cache. With int8 rows too, results therefore do not depend on how many tokens were
-drafted.
+As in decode steps of the full cache, a row counts as exact while it is in the recent window and in
+its stored form later. Results therefore do not depend on the number of drafted tokens, even with
+int8 rows.
 """
 
 import functools
@@ -42,13 +42,7 @@ class Observed(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """Result of the layers over drafted tokens.
-
-    Attributes:
-        start: tokens cached before.
-        rows: rows of each layer, not stored yet.
-        observed: of each host layer, for a policy that observes; else None.
-    """
+    """Result of the layers over drafted tokens, after `start` tokens; rows are not stored yet."""
 
     x: Float[Array, "b c e"]
     start: Int[Array, " b"]
@@ -59,10 +53,7 @@ class Verified(NamedTuple):
 class VerificationSteps(NamedTuple):
     """Compiled functions of verification; layers donate x, and nothing of the cache.
 
-    Attributes:
-        embed: embed the tokens; negative ones are padding.
-        device_layer, host_layer: compute a layer whose rows are on the device, or on the host.
-        mass: attention that a layer's rows receive from the accepted tokens.
+    `mass` is the attention that a layer's rows receive from the accepted tokens.
     """
 
     embed: Any
@@ -129,12 +120,7 @@ def commit(
     verified: Verified,
     accepted: Int[Array, " b"],
 ) -> Cache:
-    """Store the rows of the accepted tokens, without waiting.
-
-    Args:
-        cache: cache that was verified; its arrays are donated.
-        accepted: number of leading tokens to store, per sequence.
-    """
+    """Store the rows of the leading accepted tokens, without waiting; the cache is donated."""
     programs, store = verification_steps(decoder), RowStore(decoder, weights, cache)
     span = Span(verified.start, accepted)
     for i, rows in enumerate(verified.rows):
@@ -270,11 +256,7 @@ def host_only_rows(
 def resident_rows(
     decoder: Decoder, local: Resident, scales: Any, start: Int[Array, " b"], size: int
 ) -> list[Seen]:
-    """Return sinks and recent rows: exact within a token's window, else in their stored form.
-
-    Args:
-        size: number of tokens from `start` on that attend to them.
-    """
+    """Return sinks and recent rows for `size` tokens: exact in a token's window, else as stored."""
     sinks, window, stored = decoder.policy.sinks, decoder.policy.window, decoder.row_format
     places = decoder.slots.positions(start - 1)[:, :, None]
     kept = places < sinks

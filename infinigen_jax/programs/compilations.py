@@ -1,4 +1,4 @@
-"""Counts of JAX's events: compilations, of which none happens after the warm-up, and cache hits."""
+"""Counts of compilations, of which none happens after the warm-up, and of cache hits in JAX."""
 
 import collections
 import functools
@@ -25,6 +25,6 @@ def compilations() -> int:
 
 
 def cache_hits() -> int:
-    """Return the number of hits in JAX's compilation cache, counted likewise."""
+    """Return the number of hits in JAX's compilation cache, counted from the same call."""
     _listen()
     return _counts["/jax/compilation_cache/cache_hits"]

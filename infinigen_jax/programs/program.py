@@ -1,13 +1,12 @@
 """Compiled programs that outlive the process: a second start neither traces nor lowers them.
 
-A `Program` is a jitted function. Its first call for a signature looks for an executable in the
-user's cache. It traces, lowers and compiles only if the cache has none. JAX's compilation cache
-saves only the compilation, a third of the start-up time.
+A `Program` is a jitted function. Its first call for a signature traces, lowers and compiles only if
+the user's cache has no executable. (JAX's own cache saves a third of the start-up time.)
 
-The file name of an executable is a hash of everything the executable depends on: the source of this
-package, the JAX versions, the processor, the XLA flags, the settings the function closes over, and
-the shapes, dtypes and shardings of the arguments. Programs with a policy from outside of the
-package are not stored. The file is a pickle, so the folder must belong to the user.
+The file name is a hash of everything that the executable depends on: the source of this package,
+the JAX versions, the processor, the XLA flags, the settings the function closes over, and the
+shapes, dtypes and shardings of the arguments. Programs with a policy from another package are not
+stored. The file is a pickle, so the folder must belong to the user.
 """
 
 import dataclasses
@@ -39,16 +38,15 @@ SUFFIX = ".program"
 class Program:
     """A jitted function whose executables are stored on disk.
 
-    Args:
-        function: function to compile. Keyword arguments of a call are static.
-        settings: all values the function closes over. Their `repr` must identify them.
+    Keyword arguments of a call are static. `settings` are all values the function closes over;
+    their `repr` must identify them.
     """
 
     def __init__(self, function: Callable[..., Any], settings: Any, **options: Any):
-        # A function of its own. For an equal one JAX would return the executable that it has in
-        # memory; if it had read that from its cache, XLA could not serialise it.
+        # A new function: for an equal one JAX would return the executable in its memory, which XLA
+        # cannot serialise if it came from JAX's cache.
         self._jitted = jax.jit(functools.partial(function), **options)
-        # For arguments or their shapes; they store nothing.
+        # Both accept arrays or their shapes, and store nothing.
         self.lower, self.trace = self._jitted.lower, self._jitted.trace
         self._name = _name_of(function)
         self._settings = settings
@@ -67,7 +65,7 @@ class Program:
         return executable(*arguments)
 
     def shapes(self, *arguments: Any, **static: Any) -> Any:
-        """Shapes and dtypes of the results; nothing is compiled."""
+        """Return shapes and dtypes of the results without compiling."""
         return jax.eval_shape(functools.partial(self._jitted, **static), *arguments)
 
     def _executable(self, arguments: Any, static: dict[str, Any]) -> Any:
@@ -96,15 +94,14 @@ class Program:
 
 
 def stores_programs() -> bool:
-    """Whether a `Program` stores executables: on a CPU alone.
+    """Return whether programs are stored: only on a single CPU device.
 
-    Elsewhere it is untested, and an executable is loaded for all devices that a process has.
+    Other devices are untested, and an executable is loaded for all devices of a process.
     """
     return jax.default_backend() == "cpu" and jax.device_count() == 1
 
 
 def _name_of(function: Any) -> str:
-    """Return a name that identifies a function within the package."""
     if isinstance(function, functools.partial):
         return f"{_name_of(function.func)}{sorted(function.keywords.items())}"
     return f"{function.__module__}.{function.__qualname__}"
@@ -132,9 +129,9 @@ def environment() -> str:
 
 
 def is_foreign(settings: Any) -> bool:
-    """Whether a part of the settings is of a class from elsewhere, such as a user's policy.
+    """Return whether code of another package, such as a user's policy, is part of the settings.
 
-    Its code is compiled into the programs, and may import other modules that change.
+    That code is compiled into the programs, and may import other modules that change.
     """
     parts = [settings]
     while parts:
@@ -164,10 +161,7 @@ def _load(path: Path) -> Any:
 
 @functools.cache
 def _initialise_lapack() -> None:
-    """Bind the LAPACK functions.
-
-    JAX binds them only when it lowers one of them. A call of an unbound function crashes.
-    """
+    """Bind the LAPACK functions, which JAX does only on lowering one; an unbound call crashes."""
     jax.jit(jnp.linalg.inv).lower(jax.ShapeDtypeStruct((1, 1), jnp.float32))
 
 

@@ -42,7 +42,7 @@ def log_rest(
     rest = jnp.where(left[:, :, None], scores, -jnp.inf).reshape(b, k, g, blocks, t // blocks)
 
     def of_head(scores: Array, rest: Array) -> Array:
-        """Return the best score of the head, already computed by the selection."""
+        """Return the best score of the head, which the selection has already computed."""
         if eligible is not None:
             scores = jnp.where(eligible[:, :, None], scores, -jnp.inf)
         return jnp.broadcast_to(best(scores)[..., None], (b, k, g, blocks))
@@ -67,7 +67,7 @@ def log_rest(
         return shares * below[..., None], total * below
 
     def as_they_are(shares: Array, total: Array, peak: Array) -> tuple[Array, Array]:
-        """Return the inputs: with `of_head` the peak is already common."""
+        """Return the inputs: the peak of `of_head` is already common."""
         return shares, total
 
     weights, total = lax.platform_dependent(shares, total, peak, cpu=as_they_are, default=level)

@@ -96,8 +96,8 @@ def group_margin(scores: Float[Array, "b k g t"]) -> Float[Array, "b k t"]:
 def group_rank(scores: Float[Array, "b k g t"]) -> Float[Array, "b k t"]:
     """Return the rank of tokens: log of the softmax of the scores, summed over the group.
 
-    The threshold search is faster on logarithms. For a group of one the scores are returned, which
-    have the same order. -inf where all scores are -inf.
+    The threshold search is faster on logarithms. A group of one returns its scores, which have the
+    same order. -inf where all scores are -inf.
     """
     if scores.shape[2] == 1:
         return scores[:, :, 0]
@@ -170,15 +170,12 @@ def top_choice(
 
     Equal ranks are taken in order of slot. The CPU uses a threshold search and a compaction, both
     linear in t, which return ascending slots (a gather of ascending rows is faster). Elsewhere
-    `lax.top_k` returns slots by falling rank.
+    `lax.top_k` returns slots by falling rank. XLA drops results that are not used.
 
     Args:
         size: length n of the slots. The padding is slot 0, which is never unwritten memory.
         candidates: mask of the ranks that count, all above -inf; None for all ranks above -inf.
         between: bounds on the candidates' ranks, if known; they save the search two passes.
-
-    Returns:
-        Slots, mask, and the mask packed into words. XLA drops those that are not used.
     """
     candidates = rank > -jnp.inf if candidates is None else candidates
 
@@ -201,10 +198,7 @@ def top_choice(
 
 
 def _entries(mask: Bool[Array, "b k t"]) -> Int[Array, "b k"]:
-    """Return the number of marked entries, up to 2^24.
-
-    The CPU counts in words, which are needed anyway.
-    """
+    """Return the number of marked entries, up to 2^24; the CPU counts words it needs anyway."""
 
     def by_product(mask: Array) -> Array:
         ones = jnp.ones(mask.shape[-1], jnp.float32)

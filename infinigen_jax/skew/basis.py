@@ -82,7 +82,6 @@ def moments(queries: Float[Matrix, "t h d"], keys: Float[Matrix, "t k d"]) -> Mo
 
 
 def _by_kv_head(x: Float[Matrix, "t h d"], kv_heads: int) -> Float[np.ndarray, "k tg d"]:
-    """Return the vectors of all heads that share a KV head, in float64."""
     grouped = np.asarray(x, np.float64).reshape(x.shape[0], kv_heads, -1, x.shape[2])
     return grouped.swapaxes(0, 1).reshape(kv_heads, -1, x.shape[2])
 
@@ -194,9 +193,6 @@ def absorb(
     Args:
         weight: kernel [inputs, heads * d] or bias [heads * d], for queries or keys; heads is a
             multiple of k, and consecutive heads share a KV head.
-
-    Returns:
-        The folded weight, float64.
     """
     w, a = np.asarray(weight, np.float64), np.asarray(basis, np.float64)
     kv_heads, size, _ = a.shape

@@ -1,16 +1,16 @@
 """Calibration for positions beyond the calibration text. Not in the paper.
 
 Rotary embedding turns queries and keys with their position, and a basis fitted to the first
-positions alone degrades beyond them. The moments, however, turn along. If the text were D tokens
-further on, hidden states would be equal (rotary attention depends on distances only), every q would
-be R_D q, and E[q^T q] would be R_D E[q^T q] R_D^T. The mean over D from 0 to N - 1 has a closed
+positions alone degrades beyond them. The moments turn likewise. If the text started D tokens later,
+hidden states would be equal (rotary attention depends on distances only), every q would be R_D q,
+and E[q^T q] would be R_D E[q^T q] R_D^T. The mean over D from 0 to N - 1 has a closed
 form. With a rotated pair as one complex number z_i = x_i + i y_i that turns by w_i per position,
 
     E[z_i conj(z_j')]  is multiplied by  mean of exp(i D (w_i - w_j))
     E[z_i z_j']        is multiplied by  mean of exp(i D (w_i + w_j))      over D
 
-which is a geometric sum. Computed in NumPy float64, once per model. Factors on the columns that a
-norm after the rotation applies do not turn, so they are divided out and multiplied in again.
+which is a geometric sum. Computed in NumPy float64, once per model. The factors that a norm applies
+to the columns after the rotation do not turn: they are divided out and multiplied in again.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ from infinigen_jax.models.rope import Rope
 from infinigen_jax.skew.basis import GuessMoments, Moments
 from infinigen_jax.skew.tail_moments import BlockMoments
 
-Factors = float | Float[np.ndarray, " d"]  # not zero
+Factors = float | Float[np.ndarray, " d"]  # on the columns of rotated vectors; not zero
 
 
 def offsets(rope: Rope | None, max_positions: int, length: int) -> int:
@@ -34,11 +34,7 @@ def offsets(rope: Rope | None, max_positions: int, length: int) -> int:
 def spread_moments(
     moments: Moments, rope: Rope, number: int, query: Factors = 1.0, key: Factors = 1.0
 ) -> Moments:
-    """Return the mean of the moments over text positions 0 .. number - 1.
-
-    Args:
-        query, key: factors on the columns of rotated queries and keys.
-    """
+    """Return the mean of the moments over text positions 0 .. number - 1."""
     return moments._replace(
         query_gram=_spread_products(moments.query_gram, rope, number, query),
         key_gram=_spread_products(moments.key_gram, rope, number, key),
@@ -49,7 +45,7 @@ def spread_moments(
 def spread_blocks(
     moments: BlockMoments, rope: Rope, number: int, query: Factors = 1.0, key: Factors = 1.0
 ) -> BlockMoments:
-    """Return the mean of within-block moments over text positions; values do not turn."""
+    """Return the mean of within-block moments over text positions; values are not rotated."""
     keys = _spread_products(moments.key_covariance, rope, number, key)
     turned = _spread_sums(moments.cross_covariance.swapaxes(1, 2), rope, number, key)
     return BlockMoments(keys, turned.swapaxes(1, 2))
@@ -90,10 +86,7 @@ def _spread_sums(
 
 
 def _pairs(rope: Rope, dim: int) -> tuple[np.ndarray, Float[np.ndarray, " half"]]:
-    """Return the columns (i, i + d/2) of each of the d / 2 pairs i, and their angles per position.
-
-    Columns that do not rotate form pairs with the angle 0.
-    """
+    """Return the columns (i, i + d/2) of each pair i, and their angles per position, 0 if still."""
     turns = rope.frequencies(dim).astype(np.float64)
     p = len(turns)
     still = np.arange(2 * p, dim).reshape(2, -1)

@@ -1,7 +1,7 @@
 """Correction of the predicted query: a second W_Q, fitted to calibration text. Not in the paper.
 
 Layer l's attention input x approximates the input y of layer l+1. A least-squares map
-y ~ x W + w improves the approximation. It folds into the query projection, so that it adds no
+y ~ x W + w improves the approximation. It folds into the query projection and adds no
 operation at run time:
 
     W^ = W W_Q        b^ = w W_Q + b
@@ -27,10 +27,7 @@ HELD_OUT = 4  # one token in HELD_OUT, at the end of the text, is held out to ch
 class Projection(NamedTuple):
     """Query projection for an input other than the layer's own.
 
-    Attributes:
-        kernel: [e, c].
-        bias: [c].
-        ridge: selected one of RIDGES; `inf` keeps the layer's own kernel.
+    `ridge` is the selected one of RIDGES; `inf` keeps the layer's own kernel.
     """
 
     kernel: np.ndarray
@@ -46,10 +43,7 @@ def corrected_projection(
 ) -> Projection:
     """Fit the projection of `inputs` that best approximates the layer's projection of `targets`.
 
-    Args:
-        inputs: inputs at run time: an earlier layer's normalised input, for n calibration tokens.
-        targets: the layer's own inputs, which the projection was trained for.
-        kernel, bias: the layer's W_Q and its bias.
+    `inputs` are an earlier layer's normalised inputs for n calibration tokens, as at run time.
     """
     x, y, w = (np.asarray(m, np.float64) for m in (inputs, targets, kernel))
     missing = (y - x) @ w
@@ -79,7 +73,7 @@ class _Regression:
         """Return the squared error of a prediction of y for each of RIDGES, up to a constant.
 
         In the eigenvectors of the Gram matrix a ridge only scales the coefficients, so the errors
-        of all ridges together cost less than a solution for each.
+        of all ridges cost less than a solution for each.
         """
         x, y = x - self._mean, y - self._y_mean
         values, vectors = np.linalg.eigh(self._gram)

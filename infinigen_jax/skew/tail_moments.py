@@ -10,11 +10,9 @@ BLOCK = 64  # tokens of a block
 
 
 class BlockMoments(NamedTuple):
-    """Covariances of keys (as they enter the dot product) and values around their block means.
+    """Covariances of keys, and of keys (rows) with values (columns), around their block means.
 
-    Attributes:
-        key_covariance: [k, d, d], of keys.
-        cross_covariance: [k, d, d], of keys (rows) with values (columns).
+    Keys are as they enter the dot product. Both arrays are [k, d, d].
     """
 
     key_covariance: np.ndarray
@@ -24,7 +22,7 @@ class BlockMoments(NamedTuple):
 def block_products(
     keys: Float[Array, "s k d"], values: Float[Array, "s k d"], counted: Bool[Array, " s"]
 ) -> tuple[Float[Array, "k d d"], Float[Array, "k d d"]]:
-    """Return sums over a window's counted tokens, whose means are `BlockMoments`."""
+    """Return sums over a window's counted tokens; their means are `BlockMoments`."""
     blocks = -(-len(keys) // BLOCK)
     pad = ((0, blocks * BLOCK - len(keys)), (0, 0), (0, 0))
     valid = jnp.pad(counted, pad[0]).reshape(blocks, BLOCK, 1, 1).astype(jnp.float32)

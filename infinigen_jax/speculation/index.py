@@ -51,7 +51,7 @@ class IndexFormat:
 
     @classmethod
     def of_share(cls, name: str, head_dim: int, ratio: float) -> "IndexFormat":
-        """Return the format with a share of a key's columns, rounded up to whole words of codes."""
+        """Return the format of a share of a key's columns, rounded up to whole words of codes."""
         columns = max(1, int(head_dim * ratio + 1e-9))  # floor, exact for ratios such as 0.3
         if name == "int4":
             columns = min(-(-columns // CODES) * CODES, head_dim)
@@ -78,12 +78,12 @@ class IndexFormat:
 
     @property
     def entries(self) -> int:
-        """Array elements e of a token."""
+        """Number e of array elements for a token."""
         return self.code_words + 1 if self.quantised else self.columns
 
     @property
     def by_kernel(self) -> bool:
-        """Whether programs traced now compute scores by a CUDA kernel."""
+        """Whether programs traced now compute scores with a CUDA kernel."""
         return self.quantised and self.columns <= scoring.MAX_COLUMNS and cuda.in_use()
 
     def empty(self, batch: int, kv_heads: int, capacity: int) -> Shaped[Array, "b k e t"]:
@@ -111,11 +111,7 @@ class IndexFormat:
         eligible: Bool[Array, "b kv t"] | None = None,
         cap: Cap | None = None,
     ) -> Float[Array, "b k g t"]:
-        """Return the speculated attention logits of every slot, accumulated in float32.
-
-        Args:
-            eligible: mask; the logits of all other slots are -inf.
-        """
+        """Return the speculated attention logits of all slots in float32; -inf if not eligible."""
         if cap is not None:
             return _masked(cap(self.scores(query, index)), eligible)
         if not self.quantised:
@@ -136,8 +132,6 @@ class IndexFormat:
         index: UInt32[Array, "b k e t"],
         eligible: Bool[Array, "b kv t"] | None,
     ) -> Float[Array, "b k g t"]:
-        """Compute `scores` for codes with XLA."""
-
         def masked(scores: Array) -> Array:
             return _masked(scores, eligible)
 
@@ -170,8 +164,7 @@ class IndexFormat:
     ) -> Rest:
         """Return `selection.rest.log_rest` of the scores of host-only rows, by block of `slots`.
 
-        Args:
-            columns: columns of `Rest.entry`; 0 for none.
+        `columns` is the width of `Rest.entry`; 0 for none.
         """
         capacity = index.shape[3]
         blocks = slots.blocks(capacity)
@@ -213,15 +206,15 @@ class IndexFormat:
     ) -> Float[Array, "b k g c"]:
         """Return weighted sums of the codes in words, times their tokens' steps.
 
-        A dot product would first write the codes in float32. Multiplying by the steps for each code
-        is cheaper than writing the products and reading them again.
+        A dot product would first write the codes in float32. Multiplying every code by its step is
+        cheaper than storing products.
         """
         b, k, g, _ = weights.shape
         shifts = jnp.arange(0, 32, BITS, dtype=jnp.uint32)[None, None, None, None, :, None]
 
         def term(weight: Array, last: Array, word: Array) -> Array:
             codes = (word >> shifts) & jnp.uint32(2**BITS - 1)
-            # By way of int32, which every vector unit can convert.
+            # Through int32, which every vector unit can convert.
             return weight * _step(last) * codes.astype(jnp.int32).astype(jnp.float32)
 
         sums = summed(
@@ -240,12 +233,12 @@ class IndexFormat:
         for column in range(CODES):
             shift = BITS * column
             if column < CODES - 1:
-                # Masked without a shift, the code is exact but 2^shift too large. The query is
-                # divided by that factor instead, which saves a shift per code.
+                # Masked without a shift, the code is 2^shift too large; the query is divided by
+                # that factor instead, which saves a shift per code.
                 code = words & jnp.uint32((2**BITS - 1) << shift)
             else:
                 code, shift = words >> shift, 0  # these bits include the sign bit
-            # By way of int32, which every vector unit can convert.
+            # Through int32, which every vector unit can convert.
             term = query[..., column, None] * jnp.float32(2.0**-shift)
             terms.append(term * code.astype(jnp.int32).astype(jnp.float32))
         return sum(terms[1:], terms[0])
@@ -257,7 +250,7 @@ class IndexFormat:
         begin: Callable[[], tuple[Array, Array]],
         masked: Callable[[Array], Array],
     ) -> Float[Array, "b k g t"]:
-        """Return scores on the CPU, in one pass over [t] or one pass per few words of every token.
+        """Return scores on the CPU, in one pass over the index or one per few words of each token.
 
         A dot product would first write the codes in float32, several times the size of the index.
         """
@@ -284,17 +277,14 @@ class IndexFormat:
         index: UInt32[Array, "b k e t"],
         begin: Callable[[], tuple[Array, Array]],
     ) -> Float[Array, "b k g t"]:
-        """Return scores on a GPU without our kernels, in one launch.
-
-        The barrier keeps consumers of the scores out of the fusion.
-        """
+        """Return scores on a GPU without our kernels; the barrier keeps consumers out of fusion."""
         step, start = begin()
         sums = jnp.sum(self._products(query, index[:, :, None, :-1]), axis=3)
         return lax.optimization_barrier(sums) * step + start
 
 
 def _step(parameters: UInt32[Array, "*b t"]) -> Float[Array, "*b t"]:
-    """Return the step that a token's codes are multiplied by."""
+    """Return the factor of a token's codes."""
     return lax.bitcast_convert_type(parameters >> 16 << 16, jnp.float32)
 
 
@@ -312,9 +302,8 @@ def _masked(
 def rounding_bias(query: Float[Array, "*b r"]) -> Float[Array, "*b 1"]:
     """Return the mean increase of scores by the codes' rounding, for a step of 1.
 
-    It is proportional to the squared step. Errors of a code are uniform over a step, with variance
-    step^2 / 12. A weight is the exponential of a score, so its mean is that of the true score times
-    e^(variance / 2).
+    It is proportional to the squared step. A code's error is uniform over a step, with variance
+    step^2 / 12, which multiplies the mean of e^score by e^(variance / 2).
     """
     return jnp.sum(jnp.square(query), axis=-1, keepdims=True) / 24
 
@@ -327,8 +316,7 @@ def write_entries(
 ) -> Shaped[Array, "b k e t"]:
     """Write the entries of a chunk's tokens; in place if donated.
 
-    Args:
-        slots: target slots per KV head instead of `span`; t for an entry that is not written.
+    `slots` replaces `span`: a slot per KV head, t for an entry that is not written.
     """
     if slots is None:
         return put_span(index, new, span, axis=3)

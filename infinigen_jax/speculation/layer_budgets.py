@@ -1,8 +1,8 @@
 """Distribution of a model's budget over its layers. Not in the paper.
 
-Layers lose different amounts with few rows. A conversion measures the loss of each layer at some
-budgets (`convert.loss`). The layers then receive shares, with the given mean, that minimise the sum
-of squared relative errors, as if errors of different layers were independent.
+A conversion measures the loss of each layer at some budgets (`convert.loss`). The layers receive
+shares, with the given mean, that minimise the sum of squared relative errors, as if errors of
+different layers were independent.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,7 @@ STEP = 1000  # shares are multiples of 1 / STEP, see `selection.select.budget_fr
 
 
 class Curves(NamedTuple):
-    """Loss of each layer as a function of its share of the rows.
-
-    Attributes:
-        shares: measured shares, ascending, in (0, 1).
-        errors: relative error of each layer at each of the shares.
-    """
+    """Relative error of each layer at measured shares of the rows, ascending, in (0, 1)."""
 
     shares: tuple[float, ...]
     errors: tuple[tuple[float, ...], ...]
@@ -29,8 +24,8 @@ def share_out(curves: Curves, layers: Sequence[int], mean: float) -> tuple[float
     """Return shares of the rows for these layers, with a mean of at most `mean` and close to it.
 
     Greedy along the lower convex hull of each layer's squared error, which ends at (1, 0): fetching
-    all rows loses nothing. Every layer receives at least the smallest measured share; a smaller
-    mean is used for all layers. All but one layer receive measured shares.
+    all rows loses nothing. Every layer receives at least the smallest measured share, or `mean` if
+    that is smaller. All but one layer receive measured shares.
     """
     least = curves.shares[0]
     if mean <= least:

@@ -34,10 +34,7 @@ if TYPE_CHECKING:
 
 
 def choose_basis(model: "Model", basis: str) -> str:
-    """Return the basis to use, "svd" or "balanced"; "auto" uses the one of the conversion.
-
-    Returns "none" for a model that was converted without a basis.
-    """
+    """Return the basis to use, "svd", "balanced" or "none"; "auto" uses that of the conversion."""
     if basis == "auto":
         return model.skew
     if basis == model.skew or (basis == "svd" and model.svd_bases is not None):
@@ -145,13 +142,13 @@ def speculation_weights(
 def _inverse(basis: Float[Array, "k d r"]) -> Float[Array, "k r d"]:
     """Return the inverse of each head's basis, with zero rows for negligible columns.
 
-    In a balanced basis a column is negligible if queries or keys never used its direction in the
-    calibration text. Its codes in a low-precision index are only rounding, which the inverse would
-    amplify. For a head whose queries are all zero, every column is negligible.
+    A column of a balanced basis is negligible if queries or keys never used its direction in the
+    calibration text. The inverse would amplify its codes in a low-precision index, which are only
+    rounding. For a head whose queries are all zero, every column is negligible.
     """
     length = jnp.linalg.norm(basis, axis=1, keepdims=True)
     significant = length > 1e-4 * jnp.max(length, axis=2, keepdims=True)
-    # Columns are normalised, so that short columns are not treated as singular.
+    # Normalised columns, so that short ones are not treated as singular.
     inverse = jnp.linalg.pinv(basis / jnp.where(length > 0, length, 1.0), rtol=1e-6)
     return jnp.where(significant, inverse.mT / jnp.where(significant, length, 1.0), 0.0).mT
 
@@ -226,12 +223,10 @@ def mean_score(
 def soft_cap(
     weights: Params, partial_query: Float[Array, "b k g r"], query: Float[Array, "b k g d"] | None
 ) -> Callable[[Float[Array, "b k g t"]], Float[Array, "b k g t"]] | None:
-    """Return the function that bounds the index's scores; None for a model that does not.
+    """Return the function that bounds the index's scores; None for a model without a cap.
 
-    It adds the mean key's logit, which centred scores lack.
-
-    Args:
-        query: true query; None if only a speculated one is known.
+    It adds the mean key's logit, which centred scores lack: for the true `query`, or if that is
+    None for the speculated one.
     """
     if "softcap" not in weights:
         return None
@@ -250,7 +245,7 @@ def partial_keys(
     """Return the index columns of cached keys, float32.
 
     A "centre" in the weights is subtracted. A constant in all keys adds the same to all scores of a
-    query, which changes neither their order nor their differences.
+    query, so their order and differences stay.
     """
     keys = keys.astype(jnp.float32)
     if "key" in weights:

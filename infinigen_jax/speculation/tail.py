@@ -1,10 +1,9 @@
 """Values of the tail, predicted from the index. Not in the paper.
 
-Rows that are not fetched are attended as means of neighbouring tokens (`InfiniGen.tail_tokens`).
-Within a block, however, tokens with larger weights have other values than those with smaller
-weights. Keys and values of a token derive from the same hidden state, so part of a value can be
-predicted from its key. With z the leading columns of a token's index entry, and v0, z0 the means of
-its block,
+Rows that are not fetched are attended as means of a block of tokens (`InfiniGen.tail_tokens`), but
+values in a block correlate with the tokens' weights. Keys and values derive from the same hidden
+state, so a key predicts part of its value. With z the leading columns of a token's index entry, and
+v0, z0 the means of its block,
 
     v = v0 + (z - z0) S + rest          S = (Cov(z) + ridge)^-1 Cov(z, v)
 
@@ -35,12 +34,9 @@ def fit_slope(
     cross_covariance: Float[Any, "k d d"],
     columns: Float[Any, "k d c"],
 ) -> Float[Array, "k c d"]:
-    """Fit S for the leading columns of an index; float32, sufficient with the ridge.
+    """Fit S for the leading columns of the keys' change of basis; float32, enough with the ridge.
 
-    Args:
-        key_covariance: covariance of keys within blocks.
-        cross_covariance: covariance of keys (rows) with values (columns) within blocks.
-        columns: leading columns of the keys' change of basis.
+    Covariances are within blocks; `cross_covariance` is of keys (rows) with values (columns).
     """
     change = jnp.asarray(columns, jnp.float32)
     with jax.default_matmul_precision("highest"):
@@ -82,8 +78,7 @@ def without_predicted(
 def predicted(weights: Params, entry: Float[Array, "b k g c"]) -> Float[Array, "b k g d"]:
     """Return z S for weighted means of entries.
 
-    Written as a sum of few terms, which fuses into its consumer. A matrix product would add two
-    transposed copies.
+    A sum of few terms fuses into its consumer; a matrix product would add two transposed copies.
     """
     slope = weights["slope"][None, :, None]
     terms = (entry[..., c, None] * slope[..., c, :] for c in range(slope.shape[3]))

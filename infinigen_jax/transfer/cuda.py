@@ -28,9 +28,8 @@ logger = logging.getLogger(__name__)
 class CudaTransfer:
     """Transfer by a CUDA kernel; requires `cuda.unavailable() is None`. See the module's docstring.
 
-    Attributes:
-        blocks: most blocks of the kernel; few, to leave most multiprocessors to XLA's work.
-        threads: threads per block; each has four 16-byte loads in flight.
+    Few `blocks` leave most multiprocessors to XLA's work. Each of `threads` threads per block has
+    four 16-byte loads in flight.
     """
 
     name: ClassVar[str] = "cuda"

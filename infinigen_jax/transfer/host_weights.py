@@ -1,8 +1,8 @@
 """Weights in host memory, for models larger than the device: streamed one layer ahead.
 
     layer l      on the device: its weights, and those of layer l+1 while they arrive
-    always       embeddings, the policy's arrays, and each layer's vectors and query projection:
-                 rows are requested for layer l+1 within layer l
+    always       embeddings, the policy's arrays, and each layer's vectors and query projection,
+                 since layer l requests rows for layer l+1
 
 In the fused step the copy of layer l+1's weights is tied to layer l at both ends, so that the
 device holds the weights of two layers. Otherwise XLA would start the copies of all layers together.
@@ -24,9 +24,9 @@ STAYS = ("attention_norm", "q", "q_norm")
 
 
 def in_host_memory(layer: Any) -> Any:
-    """Return the parameters (or shapes) of a layer that belong in host memory; None for the others.
+    """Return a layer's parameters (or shapes) that belong in host memory; None for the others.
 
-    Vectors (norms, biases) stay on the device: starting their copy would take longer than it saves.
+    Vectors (norms, biases) stay on the device: starting their copy takes longer than it saves.
     """
 
     def choose(path: Any, leaf: Any) -> Any:
@@ -47,7 +47,7 @@ def placement(layers: Any, weights: str, mesh: Mesh) -> Any:
 
 
 def placed(layer: Params, weights: str) -> Params:
-    """Return one layer's parameters in their place, on the default mesh."""
+    """Return one layer's parameters placed on the default mesh."""
     if weights == "device":
         return layer
     (shardings,) = placement([layer], weights, default_mesh())

@@ -24,14 +24,14 @@ class XlaTransfer:
     """Reference transfer.
 
     Without a hot set every row of the request moves, including padding. With a hot set only missing
-    rows move, in chunks. On a GPU that loop reads its length back to the host, so a GPU with a hot
-    set should use the `cuda` transfer.
+    rows move, in chunks. On a GPU that loop reads its length back to the host; use the `cuda`
+    transfer there.
 
     Attributes:
         in_place: whether no rows move without a hot set, and attention reads valid rows in the host
             cache. For the CPU, where host and device share memory.
         concurrent: whether rows move during XLA's kernels, so that a request should be early. Only
-            valid rows move then; else the whole static request, unless there is a hot set.
+            valid rows move then; otherwise the whole static request, unless a hot set is used.
     """
 
     name: ClassVar[str] = "xla"
@@ -53,8 +53,8 @@ class XlaTransfer:
         Args:
             host: host cache, in its storage dtype; bytes are moved unchanged.
             layer: index among the host layers.
-            hot_rows: rows of the layer's hot set, replaced by those returned; None without one.
-            replacement: entries and missing rows of the hot set; None without one.
+            hot_rows, replacement: rows of the layer's hot set, replaced by those returned, with
+                entries and missing rows; None without a hot set.
 
         Returns:
             The rows in the order of the request (None if `in_place` without a hot set), and the new
