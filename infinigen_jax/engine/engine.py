@@ -155,7 +155,7 @@ class Engine:
                 otherwise it begins anew, as an answer does.
 
         Raises:
-            InputError: if the model has too few positions or memory is too small.
+            InputError: for an invalid argument, too few positions or too little memory.
         """
         if not prompts:
             raise ParameterError("prompts", "give at least one prompt")

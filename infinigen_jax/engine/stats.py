@@ -18,9 +18,9 @@ class Stats:
     """Statistics of a generation.
 
     Attributes:
-        prompt_tokens, new_tokens: totals over the batch.
+        prompt_tokens, new_tokens: totals over all prompts of the run.
         prompt_tokens_read: prompt tokens processed; those of a shared prefix count once.
-        prefill_seconds: time from the call to the first token.
+        prefill_seconds: time to the first token, and to read prompts that joined later.
         decode_seconds, decode_tokens_per_second: time and rate of the whole batch. The first decode
             step, which may compile, is excluded unless it is the only one.
         selected_fraction: ratio of selected rows to cached rows, averaged over steps, host layers,
@@ -34,7 +34,8 @@ class Stats:
         pool_tokens: maximum number of rows on the host per layer, sequence and KV head; 0 without a
             limit. With a limit, only the rows on the host count as cached.
         pool_bytes: size of the directories of a pool on the device.
-        compilations_after_warmup: XLA compilations after the first decode step; 0 is expected.
+        compilations_after_warmup: XLA compilations after the first decode step, except those of the
+            first prompt of a length that joins later; 0 is expected.
         policy, schedule, transfer, rows: settings of the run.
     """
 
