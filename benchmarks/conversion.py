@@ -2,7 +2,7 @@
 
     python -m benchmarks.conversion --model F --json benchmarks/results/conversion-cpu.json
 
-The model is converted by a process of its own with an empty cache. The layer has random weights
+A separate process with an empty cache converts the model. The layer has random weights
 and a preceding layer. Processor seconds hardly depend on what else the machine does; wall seconds
 do.
 """

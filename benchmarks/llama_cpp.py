@@ -23,13 +23,11 @@ CACHES = {"llama.cpp": "F16", "llama.cpp-f32": "F32"}  # name of a system -> typ
 
 
 class LlamaCpp:
-    """A generation in progress.
+    """Generation in progress.
 
     Args:
         path: GGUF file.
         name: one of CACHES; "llama.cpp-f32" has weights in float32, too.
-        prompts: token ids of equal lengths.
-        new_tokens: capacity for new tokens.
         folder: folder for the copy of the file with weights in float32.
     """
 
@@ -50,7 +48,7 @@ class LlamaCpp:
         from benchmarks.systems import MARGIN
 
         timings = self._complete(tokens + MARGIN)
-        # The first token comes with the prompt's last one and is not in the predicted time.
+        # The prompt's last token yields the first one, which the predicted time excludes.
         steps = tokens + MARGIN - 1
         return max(each["predicted_ms"] for each in timings) / 1e3 * tokens / steps
 
@@ -82,7 +80,6 @@ def start_server(path: Path, name: str, rows: int, context: int, folder: Path) -
     """Return llama.cpp's server, which also listens on a loopback socket.
 
     Args:
-        path, name, folder: see `LlamaCpp`.
         rows: number of sequences decoded together.
         context: maximum number of tokens of each.
     """

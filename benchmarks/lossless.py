@@ -48,12 +48,7 @@ COLUMNS = {
 
 
 class System:
-    """One generation in progress.
-
-    Attributes:
-        drawn: tokens so far.
-        rates: tokens per second of each turn.
-    """
+    """Generation in progress; `rates` are tokens per second of each turn."""
 
     def __init__(self, name: str, model: Model, prompt: list[int], options: argparse.Namespace):
         kind, _, policy = name.partition(":")

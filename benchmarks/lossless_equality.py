@@ -4,7 +4,7 @@
 
 Every model continues the same number of prompts of different lengths, one at a time and in ragged
 batches. Where tokens differ, the result holds the distance of the full cache's two best logits at
-the first one. Up to ROUNDING a difference is one of rounding.
+the first one. Distances up to ROUNDING count as rounding.
 """
 
 import argparse
@@ -41,11 +41,7 @@ COLUMNS = {
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Compare all models; the result is written as it grows.
-
-    Raises:
-        InputError: tokens differ by more than rounding.
-    """
+    """Compare all models and write the result; raise InputError for more than rounding errors."""
     names = ("prompts", "tokens", "context", "batches", "budget", "window", "draft_tokens")
     result: dict[str, Any] = {
         "benchmark": "lossless-equality",

@@ -50,8 +50,7 @@ def device_name() -> str:
 def gpu_environment(shares: bool) -> dict[str, str]:
     """Return environment variables for measuring on a GPU that the user has not set.
 
-    Args:
-        shares: PyTorch uses the GPU too, so JAX must not reserve most of its memory.
+    If PyTorch `shares` the GPU, JAX must not reserve most of its memory.
     """
     if not has_gpu():
         return {}

@@ -97,7 +97,7 @@ def _measure_wave(
         note(f"{context} tokens: {name}, single steps")
         singles = [] if bench.late else _single_steps(system, options.steps)
         entries[name] = _speed(bench, seconds[name]) | system.facts() | _steps_entry(singles)
-        # Weights of other systems, and llama.cpp's cache, may have sizes of their own.
+        # Weights of other systems, and llama.cpp's cache, may have other sizes.
         if is_ours(name) or not (options.weight_dtype or name in LLAMA_CPP):
             traffic = _traffic(bench, name, system, context)
             entries[name] |= _against_floor(bench, traffic, statistics.median(seconds[name]))

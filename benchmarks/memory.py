@@ -41,7 +41,7 @@ ENVIRONMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A generation: a shape of benchmarks.shapes, prompts, and the options of `generate`.
+    """Generation: a shape of benchmarks.shapes, prompts, and the options of `generate`.
 
     Attributes:
         prompt: tokens per prompt; all prompts share the first `prefix` tokens.
@@ -82,7 +82,7 @@ CASES = (
 
 
 def main() -> int:
-    """Measure all cases, each in a process of its own, or one case in this process."""
+    """Measure all cases in separate processes, or one case in this process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", help="run only this case, here, and print its record")
     only = parser.parse_args().case

@@ -24,12 +24,11 @@ LEAST = 15.0  # with fewer seconds left, no piece starts
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A process of the session.
+    """Process of the session.
 
     Attributes:
         share: share of the time left when the piece starts; later pieces get unused time.
         command: arguments of the module; --json and --cap-seconds are added.
-        environment: additional variables.
     """
 
     name: str
@@ -89,11 +88,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(pieces: list[Piece], out: Path, seconds: float) -> dict[str, str]:
-    """Run the pieces one after another.
-
-    Returns:
-        Status by name: "done", "out of time", "not started", or the exit status.
-    """
+    """Run the pieces in turn; return "done", "out of time", "not started" or the status of each."""
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + seconds
     statuses: dict[str, str] = {}

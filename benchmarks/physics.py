@@ -23,11 +23,7 @@ def offloaded_traffic(model: Model, batch: int, context: int) -> Traffic:
 
 
 def traffic_of(run: Run, context: int) -> Traffic:
-    """Return the traffic of a run of this package.
-
-    Args:
-        context: tokens per sequence in the middle of the measurement.
-    """
+    """Return the traffic of a run of this package, at `context` tokens per sequence."""
     model, decoder, plan, stats = run.runtime.model, run.decoder, run.plan, run.stats()
     rows = plan.host_cache / run.capacity * context  # in their stored format
     return Traffic(

@@ -28,12 +28,7 @@ def checked_plot(name: str | None) -> Path | None:
 
 
 class Panel(NamedTuple):
-    """One diagram, with a line for each policy or each configuration.
-
-    Attributes:
-        x, y: labels of the axes.
-        lines: name -> points (x, y).
-    """
+    """Diagram with labelled axes, and points (x, y) for each policy or configuration."""
 
     x: str
     y: str

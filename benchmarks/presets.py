@@ -100,7 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def system(name: str) -> str:
-    """One of SYSTEMS, or "infinigen:" and settings."""
+    """Return a name, one of SYSTEMS or "infinigen:" and settings."""
     if name not in SYSTEMS:
         try:
             kind, settings = read_policy(name)
@@ -113,12 +113,12 @@ def system(name: str) -> str:
 
 
 def is_ours(name: str) -> bool:
-    """Whether a system is this package."""
+    """Return whether a system is this package."""
     return name not in THEIRS and name not in LLAMA_CPP
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options; a preset's settings stand in for defaults."""
+    """Return the options; a preset's settings replace defaults."""
     parser = build_parser()
     options, _ = parser.parse_known_args(argv)
     parser.set_defaults(**PRESETS.get(options.preset, {}))

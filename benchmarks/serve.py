@@ -5,10 +5,10 @@
         --text wikitext2_valid.raw.txt --measure streams --system llama.cpp --rounds 1 \\
         --json benchmarks/results/serving-real-cpu.json
 
-Without --model, a random model with peaked attention is served. Measured are the rate of one stream
+Without --model, a random model with peaked attention is served. It measures the rate of one stream
 and of several, the longest pause of a running stream while a long prompt is read, and the time to
 the first token of a chat's first and second turn. Results are added to those in the file, so that
-each system, measurement and length can have a run of its own, in turns.
+each system, measurement and length can run separately, in turns.
 
 `transformers serve` needs the package accelerate. It takes prompts as text, and others as tokens.
 """
@@ -32,23 +32,19 @@ from benchmarks.servers import OURS, SYSTEMS, Served, running
 from benchmarks.shapes import SHAPES
 from infinigen_jax.text.tokenizer import load_tokenizer
 
-VOCABULARY = 1000  # random tokens of prompts are below
+VOCABULARY = 1000  # limit of the random tokens of prompts
 WARM_UP = 512  # tokens of prompts before the measurement
 MEASUREMENTS = ("streams", "turns", "stall")
 
 
 @dataclasses.dataclass
 class Prompts:
-    """Prompts cut from a text, or random ones.
-
-    Attributes:
-        text: tokens; None for random prompts.
-    """
+    """Prompts cut from the tokens of a text, or random ones."""
 
     text: np.ndarray | None
 
     def make(self, length: int, seed: int) -> list[int]:
-        """Return a prompt of its own for each seed."""
+        """Return a different prompt for each seed."""
         generator = np.random.default_rng(seed)
         if self.text is None:
             return generator.integers(3, VOCABULARY, length).tolist()

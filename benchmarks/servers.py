@@ -56,7 +56,7 @@ def request(
     """Stream an answer of `new` tokens from a server.
 
     Args:
-        body: model and prompt, and the settings of the server for a greedy answer of this length.
+        body: model and prompt, and the server's settings for a greedy answer of this length.
         count: function that returns the number of tokens of an event.
         begun: event that is set with the third token.
     """
@@ -108,7 +108,7 @@ class System:
 
 
 class Served(System):
-    """Our server, in a process of its own."""
+    """This package's server in a separate process."""
 
     def __init__(self, port: int, chunk: int):
         self.port, self.chunk = port, chunk
@@ -179,7 +179,7 @@ class LlamaServed(System):
 
 
 class TransformersServed(System):
-    """`transformers serve` in a process of its own."""
+    """`transformers serve` in a separate process."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, port: int):
         self.port, self._folder, self._tokenizer = port, folder, tokenizer

@@ -145,11 +145,7 @@ def prompt(config: ModelConfig, tokens: int, seed: int = 1) -> list[int]:
 
 
 def text_tokens(tokenizer: Tokenizer, text: Path, count: int) -> list[int]:
-    """Return the first `count` tokens of a text.
-
-    Raises:
-        InputError: the text is shorter.
-    """
+    """Return the first `count` tokens of a text; raise InputError if it is shorter."""
     with text.open(encoding="utf-8") as file:
         ids = tokenizer.encode(file.read(16 * count))
     if len(ids) < count:

@@ -6,8 +6,8 @@
 The first one writes and converts a random model in LLaMA's shape (d 576, 9 query and 3 KV heads of
 64). The second one takes a converted model to its first token, and measures peak memory as well;
 with its GGUF file also of llama.cpp, which has no cold start.
-Each run is a process of its own: `cold` begins with an empty cache of programs, `warm` with the
-cache that a run before it left. Processor seconds hardly depend on what else the machine does; wall
+Each run is a separate process: `cold` begins with an empty cache of programs, `warm` with the cache
+of an earlier run. Processor seconds hardly depend on what else the machine does; wall
 seconds do.
 """
 
@@ -77,7 +77,7 @@ def medians(runs: list[dict[str, float]]) -> dict[str, float]:
 
 
 def measure(folder: Path, layers: int, repeats: int) -> dict[str, float]:
-    """Four tokens of a random model."""
+    """Measure four tokens of a random model."""
     source, model = folder / f"source-{layers}", folder / f"model-{layers}"
     write_model(source, layers)
     if convert([str(source), str(model)]):
@@ -90,7 +90,7 @@ def measure(folder: Path, layers: int, repeats: int) -> dict[str, float]:
 
 
 def measure_given(folder: Path, chosen: argparse.Namespace, tokens: int) -> dict[str, Any]:
-    """The first token after a prompt of about `tokens` tokens, of a converted model."""
+    """Measure the first token of a converted model after a prompt of about `tokens` tokens."""
     tokenizer, file = load_tokenizer(chosen.model), folder / f"prompt-{tokens}.txt"
     file.write_text(tokenizer.decode(text_tokens(tokenizer, chosen.text, tokens)))
     given = ["--raw", "--prompt-file", str(file), "--max-new-tokens", "1"]

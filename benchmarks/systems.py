@@ -20,10 +20,10 @@ FEWEST_STEPS = 6  # single steps, however long they take
 
 
 class StepTime(NamedTuple):
-    """One single step, with the device idle before and after it.
+    """Single step, with the device idle before and after it.
 
     Attributes:
-        seconds: until the result is available.
+        seconds: time until the result is available.
         dispatch: part of `seconds` until Python is free again; None if it cannot be measured.
         flush: whether the step wrote the recent window to the host.
     """
@@ -38,7 +38,7 @@ STREAMED = Full(window=32)
 
 
 class System(Protocol):
-    """A generation in progress; `drawn` holds the tokens of the first sequence so far."""
+    """Generation in progress; `drawn` holds the tokens of the first sequence so far."""
 
     drawn: list[int]
 
@@ -83,7 +83,7 @@ def settings(name: str, options: argparse.Namespace, model: Model, context: int)
 
 
 class Ours:
-    """A run of this package, decoded token by token like `Engine.generate`."""
+    """Run of this package, decoded token by token like `Engine.generate`."""
 
     def __init__(self, run: Run):
         self.run = run

@@ -27,9 +27,8 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def entry_table(columns: Mapping[str, tuple[str, str]], entries: Iterable[Line]) -> str:
     """Format one row for each entry.
 
-    Args:
-        columns: title -> key of a value ("a.b" for a nested one) and its format. Missing values
-            leave a cell empty.
+    Columns map a title to the key of a value ("a.b" if nested) and its format. Missing values leave
+    a cell empty.
     """
 
     def cell(entry: Line, key: str, pattern: str) -> str:
@@ -72,11 +71,7 @@ def read(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def find(lines: Sequence[Line], policy: str, settings: Mapping[str, Any]) -> Line | None:
-    """Return the line of a policy with these settings; None if there is none.
-
-    Raises:
-        ValueError: several lines match.
-    """
+    """Return the line of a policy with these settings; None without one, ValueError for several."""
     wanted = {"reference": False, **settings}
     matches = [
         line

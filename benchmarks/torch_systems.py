@@ -23,7 +23,7 @@ LOGITS_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}  # of the
 
 
 class Transformers:
-    """A generation in progress.
+    """Generation in progress.
 
     On a CPU it takes the faster of all cores and a single thread, because with small matrices a
     second thread can cost more than it saves.
@@ -32,7 +32,6 @@ class Transformers:
         model: result of `torch_model`.
         name: cache, one of `presets.THEIRS`.
         prompts: token ids of equal lengths, read by the constructor.
-        new_tokens: capacity for new tokens.
     """
 
     def __init__(self, model: Any, name: str, prompts: list[list[int]], new_tokens: int):
@@ -118,11 +117,7 @@ def _static(model: Any, cache: Any, capacity: int) -> Any:
 
 
 def torch_model(model: Model, settings: dict[str, Any]) -> Any:
-    """Return transformers' model with the same weights, on the same kind of device.
-
-    Args:
-        settings: contents of `config.json`.
-    """
+    """Return transformers' model of `config.json` settings, with the same weights and device."""
     import torch
     import transformers
 

@@ -52,11 +52,7 @@ KERNELS = {
 
 
 def breakdown(run: Callable[[], Any], steps: int) -> dict[str, Any]:
-    """Trace `run`, which does `steps` steps and waits for them; return the breakdown.
-
-    Returns:
-        See `account`; times are milliseconds per step.
-    """
+    """Trace `run`, which does `steps` steps and waits; return `account`, milliseconds per step."""
     with tempfile.TemporaryDirectory() as folder:
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # it slows the traced code

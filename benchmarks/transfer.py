@@ -182,8 +182,7 @@ def measure_one(
 ) -> dict[str, Any]:
     """Measure one row size and transfer: alone, the computation alone, and both.
 
-    Raises:
-        AssertionError: the transfer does not return the expected rows.
+    Raise AssertionError if the transfer does not return the expected rows.
     """
     mesh, layer = default_mesh(), jnp.int32(0)
 

@@ -17,10 +17,9 @@ Buffer = memoryview
 
 
 class Op(NamedTuple):
-    """An operation or a copy.
+    """Operation or copy.
 
     Attributes:
-        line: its thread or stream.
         name: name of the HLO instruction; on a GPU, of the kernel.
         path: source scope, "jit(fused)/layer1/select/..."; "" if unknown.
         start, end: nanoseconds.

@@ -72,5 +72,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, of which none may be imported yet."""
+    """Return the public names; some may not be imported yet."""
     return list(__all__)

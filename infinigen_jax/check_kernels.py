@@ -4,7 +4,7 @@
 
 It prints a line for each kernel. The exit status is 0 if all agree, 1 if one does not, and 2 if
 they cannot be checked on this machine. Success is remembered (`cuda.first_use`). The reference is
-XLA on the CPU, which orders equal entries like the kernels; for gathers it is NumPy.
+XLA on the CPU, which orders equal entries as the kernels do; for gathers it is NumPy.
 """
 
 import functools

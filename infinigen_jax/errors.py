@@ -30,7 +30,7 @@ OPTIONS = {"prompts": "--prompt", "pool": "--pool-tokens", "prefix_bytes": "--pr
 
 
 def one_line(message: str) -> str:
-    """Return a message as one line that a terminal shows as it is, without its middle if too long.
+    """Return a message as one printable line, without its middle if too long.
 
     Messages repeat values of files and options, which may hold anything.
     """
@@ -41,7 +41,7 @@ def one_line(message: str) -> str:
 
 
 def shortened(value: object) -> str:
-    """Return a value for a message, without its end if too long."""
+    """Return the text of a value for a message, without its end if too long."""
     text = str(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
@@ -49,7 +49,7 @@ def shortened(value: object) -> str:
 class InputError(ValueError):
     """Bad input: a file, a parameter or a combination of them that cannot be served.
 
-    The message is a single line that names the file or the parameter and says what would help; a
+    The message is a single line that names the file or the parameter and a remedy; a
     remedy names other parameters in backticks. Command lines print it and end with exit status 2.
     """
 
@@ -76,16 +76,16 @@ class ParameterError(InputError):
 
 
 def with_options(message: str, options: Mapping[str, str]) -> str:
-    """Return a message with its parameters in backticks as options, where there is one."""
+    """Return a message with parameters in backticks replaced by their options, if any."""
     return re.sub(r"`([a-z_.]+)`", lambda match: options.get(match[1], match[0]), message)
 
 
 class MemoryShortageError(InputError):
-    """A generation that does not fit in memory; refused before anything is allocated."""
+    """Model or generation that does not fit in memory; refused before anything is allocated."""
 
 
 class UnsupportedModelError(InputError):
-    """A model configuration that this package refuses, by the name of the offending setting."""
+    """Model configuration that this package refuses; the message names the offending setting."""
 
 
 class _HelpAll(argparse.Action):
@@ -95,9 +95,9 @@ class _HelpAll(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line on stderr, as all errors of a command line are.
+    """Parser whose errors are one line on stderr, like all errors of a command line.
 
-    Options of the group `experts` are shown by --help-all alone, which exists with that group.
+    Options of the group `experts` are shown only by --help-all, which comes with them.
     """
 
     def __init__(self, *arguments: Any, **settings: Any):
@@ -107,7 +107,7 @@ class Parser(argparse.ArgumentParser):
 
     @functools.cached_property
     def experts(self) -> Any:
-        """The group of options that few need."""
+        """Group of options that few users need."""
         self.add_argument(
             "--help-all",
             action=_HelpAll,
@@ -145,17 +145,15 @@ class Parser(argparse.ArgumentParser):
 
 
 def run_command(command: Callable[[], int | None], parser: Parser | None = None) -> int:
-    """Run a command line, its parser included; turn bad input and interrupts into an exit status.
+    """Run a command line, including its parser; turn bad input and interrupts into an exit status.
 
-    Messages name the options of `parser` in place of the library's parameters.
-
-    Returns 0 on success, 2 after bad input or output that cannot be written (one line on stderr)
-    and 130 after Ctrl-C. A broken stdout pipe (`... | head`) ends quietly with 141, as it does for
-    other Unix programs. What is buffered is written here: the interpreter, which does it when it
-    ends, would not report a failure.
+    Messages name the options of `parser` in place of the library's parameters. Return 0 on success,
+    2 after bad input or output that cannot be written (one line on stderr), 130 after Ctrl-C, and
+    141, quietly, after a broken stdout pipe (`... | head`), like other Unix programs. Buffered
+    output is written here, because the interpreter would not report a failure at its exit.
     """
-    # Streams that the caller has closed: nothing is read there, and what is printed is lost. No
-    # file that is opened later gets their number then, and with it what libraries print.
+    # Replace streams that the caller has closed. Otherwise a file opened later would get their
+    # number, and with it the output of libraries.
     for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))
@@ -176,10 +174,10 @@ def run_command(command: Callable[[], int | None], parser: Parser | None = None)
 
 
 def _outcome(command: Callable[[], int | None], options: Mapping[str, str]) -> tuple[int, str]:
-    """The exit status of a command, and the line to print, empty for none."""
+    """Return the exit status of a command and the line to print, empty for none."""
     try:
         return command() or 0, ""
-    except SystemExit as end:  # of the parser, which has printed what there is to say
+    except SystemExit as end:  # from the parser, which has printed its message
         return end.code if isinstance(end.code, int) else 0, ""
     except InputError as error:
         message = error.message(options)
@@ -199,11 +197,7 @@ def _outcome(command: Callable[[], int | None], options: Mapping[str, str]) -> t
 
 
 def flush(stream: Any) -> OSError | None:
-    """Write what a stream has buffered.
-
-    Returns:
-        What failed. The stream is lost then: the same text would fail again when it is closed.
-    """
+    """Flush a stream; return its error. The stream then goes nowhere: closing would fail again."""
     try:
         stream.flush()
     except OSError as error:

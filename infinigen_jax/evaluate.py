@@ -21,7 +21,7 @@ SUMMARY = "Measure quality through the engine that generates, for several polici
 def build_parser(
     modules: Mapping[str, Any] = COMMANDS, program: str = PROGRAM, summary: str = SUMMARY
 ) -> Parser:
-    """A parser with a sub-parser for each module; see `infinigen_jax.evaluation`."""
+    """Return a parser with a sub-parser for each module, see `infinigen_jax.evaluation`."""
     parser = Parser(prog=program, description=summary)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, module in modules.items():
@@ -37,7 +37,7 @@ def main(
     program: str = PROGRAM,
     summary: str = SUMMARY,
 ) -> int:
-    """Run a sub-command, of these modules; returns the exit status."""
+    """Run a sub-command of `modules`; return the exit status."""
 
     parser = build_parser(modules, program, summary)
 

@@ -1,7 +1,7 @@
 """Command line: generate text. `python -m infinigen_jax.generate --help`
 
-Text goes to stdout as it is made, and nothing else does; messages go to stderr. With several
-prompts, one prompt's text follows the other's, in order; a line on stderr says which one begins.
+Only text goes to stdout, as it is made; messages go to stderr. The texts of several prompts follow
+in order, each after a line on stderr that names it.
 """
 
 import argparse
@@ -43,7 +43,7 @@ Say = Callable[[str], None]
 
 
 def build_parser() -> Parser:
-    """The options; part of them is a contract with other programs (README, "Command line")."""
+    """Return the parser; some options are a contract (README, "Command line")."""
     parser = Parser(
         prog="python -m infinigen_jax.generate",
         usage="%(prog)s [--model M] [--prompt TEXT] [options]",
@@ -133,7 +133,7 @@ def generate(arguments: argparse.Namespace) -> None:
 
 
 def prompt_progress() -> "Notify":
-    """Shows on stderr how far a prompt of several chunks is read."""
+    """Return a callback that shows on stderr how far a prompt of several chunks is read."""
     from tqdm import tqdm
 
     bars: list[tqdm] = []
@@ -151,7 +151,7 @@ def prompt_progress() -> "Notify":
 def print_texts(
     run: "Run", prompts: list[str], label: Say, steps: Iterable[list[int | None]]
 ) -> None:
-    """Print the first unfinished prompt's text as it is made, the others' after it in order."""
+    """Print the first unfinished prompt's text as it is made, then the others' in order."""
     number, printed = -1, 0  # the prompt whose text is printed, and how many characters of it
 
     def begin_next() -> None:
@@ -166,14 +166,14 @@ def print_texts(
         printed = len(run.texts[number])
 
     begin_next()
-    # An exception out of a signal's handler can be lost, as in JAX's callback of the collector.
+    # An exception from a signal handler can be lost, as in JAX's garbage-collector callback.
     with interrupts() as interrupted:
         for tokens in steps:
             if interrupted.is_set():
                 raise KeyboardInterrupt
             run.push_text(tokens)
             show()
-            # The end of a text that was held back comes with the step after its last token.
+            # Text held back at the end appears with the step after the last token.
             while number + 1 < len(run.texts) and run.ended(number) and tokens[number] is None:
                 show("\n")
                 begin_next()
@@ -185,7 +185,7 @@ def print_texts(
 
 
 def summary(run: "Run") -> str:
-    """Two lines for a person."""
+    """Return a summary of two lines."""
     stats = run.stats()
     return (
         f"{stats.policy}, {stats.schedule}: first token after {stats.prefill_seconds:.2f} s, "

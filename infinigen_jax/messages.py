@@ -15,7 +15,7 @@ Step = TypeVar("Step")
 
 
 class Messages:
-    """Print a line to stderr when called, unless `quiet`."""
+    """Printer of lines to stderr, silent if `quiet`."""
 
     def __init__(self, quiet: bool = False):
         self.quiet = quiet
@@ -26,10 +26,7 @@ class Messages:
 
     @contextlib.contextmanager
     def working(self, message: str) -> Iterator[None]:
-        """Print a message if the block takes longer than PATIENCE.
-
-        Short work stays silent, so that an error is the only line of a command that fails early.
-        """
+        """Print a message if the block takes longer than PATIENCE; fast failures stay one line."""
         timer = threading.Timer(PATIENCE, self, (f"{message} ...",))
         timer.daemon = True
         timer.start()
@@ -39,10 +36,7 @@ class Messages:
             timer.cancel()
 
     def decoding(self, steps: Iterable[Step], first: str | None = None) -> Iterator[Step]:
-        """Announce the steps of a generation that may take long.
-
-        The second step is the first to decode, and waits for its program to be compiled.
-        """
+        """Yield a generation's steps; announce slow ones. The second compiles the decode step."""
         iterator, ready = iter(steps), []
         # At a terminal the text of the first step waits, so that no message interrupts its line.
         terminal = not self.quiet and sys.stdout.isatty() and sys.stderr.isatty()

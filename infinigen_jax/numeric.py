@@ -12,7 +12,7 @@ from infinigen_jax.errors import ParameterError, shortened
 
 LARGEST = 2**31 - 1  # of counts, which are int32 on the device
 LARGEST_FACTOR = 10**6  # of multiples, sizes in GiB and bandwidths in GB/s: beyond any machine
-LEAST_SHARE = 1e-9  # its inverse is a number of 32 bits
+LEAST_SHARE = 1e-9  # its inverse fits in 32 bits
 SUFFIXES = {"k": 1024, "m": 1024**2}  # of whole numbers, as in --context 128k
 
 Number = int | float
@@ -22,11 +22,7 @@ class Check(abc.ABC):
     """Type of an option: parses text, and checks values that were never text."""
 
     def __call__(self, text: str) -> Any:
-        """Return the value of an option's text.
-
-        Raises:
-            argparse.ArgumentTypeError: for other text.
-        """
+        """Return the value of an option's text; raise ArgumentTypeError if it is invalid."""
         try:
             value = self.parse(text)
         except ValueError:
@@ -36,22 +32,17 @@ class Check(abc.ABC):
         return value
 
     def parse(self, text: str) -> Any:
-        """Return the value of a text; ValueError if it has none."""
+        """Return the value of a text; raise ValueError if it has none."""
         return text
 
     @abc.abstractmethod
     def problem(self, value: Any) -> str:
-        """Return what is wrong with a value; empty if nothing is."""
+        """Return the problem with a value; empty if there is none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Range(Check):
-    """Numbers in a range; never NaN.
-
-    Attributes:
-        whole: whether only whole numbers are allowed; their text may have a suffix.
-        or_zero: whether 0 is allowed outside of the range.
-    """
+    """Numbers in a range, never NaN; `or_zero` allows 0 too. Whole numbers may have a suffix."""
 
     least: Number
     most: Number
@@ -77,7 +68,7 @@ class Range(Check):
 
 @dataclasses.dataclass(frozen=True)
 class OneOf(Check):
-    """Names of which one is allowed."""
+    """Values of which one is allowed."""
 
     names: Sequence[Any]
 
@@ -86,17 +77,17 @@ class OneOf(Check):
 
 
 def whole_number(least: int, most: int = LARGEST) -> Range:
-    """An option's type: a whole number in a range, also with a suffix: 128k is 131072."""
+    """Return an option's type: whole numbers in a range, also with a suffix: 128k is 131072."""
     return Range(least, most, whole=True)
 
 
 def number(least: Number, most: Number = LARGEST_FACTOR) -> Range:
-    """An option's type: a number in a range; never NaN."""
+    """Return an option's type: numbers in a range, never NaN."""
     return Range(least, most)
 
 
 def share() -> Range:
-    """An option's type: a share, above 0 and at most 1."""
+    """Return an option's type: shares above 0 and at most 1."""
     return Range(LEAST_SHARE, 1)
 
 
@@ -107,7 +98,7 @@ def check_value(parameter: str, value: Any, check: Check) -> None:
 
 
 def check_range(parameter: str, value: Any, least: int, most: int = LARGEST) -> None:
-    """Refuse anything but a whole number in a range."""
+    """Refuse all values except whole numbers in a range."""
     check_value(parameter, value, whole_number(least, most))
 
 

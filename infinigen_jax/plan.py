@@ -1,6 +1,6 @@
-"""Command line: what a generation would take, before it. `python -m infinigen_jax.plan --help`
+"""Command line: predict memory and time of a generation. `python -m infinigen_jax.plan --help`
 
-Needs no weights: a folder with a config.json will do. One table goes to stdout.
+It needs no weights, only a folder with a config.json. One table goes to stdout.
 """
 
 import argparse
@@ -35,7 +35,7 @@ RECORDED = ("model", "context", "batch", "policy", "dtype", "weight_dtype")  # o
 
 
 def build_parser() -> Parser:
-    """The options; those of the engine are the ones of `generate`."""
+    """Return the parser; options of the engine are those of `generate`."""
     parser = Parser(
         prog="python -m infinigen_jax.plan",
         usage="%(prog)s --context N [--model M] [options]",
@@ -94,7 +94,7 @@ def plan(arguments: argparse.Namespace) -> None:
     start_backend()
     with Messages().working("measuring the bandwidths of this machine"):
         machine = this_machine(arguments)
-    # A device with memory of its own is one that runs in bfloat16 by default.
+    # A device with its own memory runs in bfloat16 by default.
     dtype = checked_dtype(arguments.dtype or ("bfloat16" if machine.separate else None))
     planner = Planner(config, dtype, conversion_of(folder, config), policy, arguments, machine)
     advice = advise(planner, arguments.batch, arguments.context)
@@ -104,7 +104,7 @@ def plan(arguments: argparse.Namespace) -> None:
 
 
 def this_machine(arguments: argparse.Namespace) -> "Machine":
-    """The machine of the options; what they leave open is measured here."""
+    """Return the machine of the options; measure here what they leave open."""
     import jax
 
     from infinigen_jax.machine.backend import GPU_SHARE, POOL_SHARE
@@ -121,7 +121,7 @@ def this_machine(arguments: argparse.Namespace) -> "Machine":
         None if given is None else 1e9 * given
         for given in (arguments.device_bandwidth, arguments.copy_bandwidth)
     )
-    # A device that is only said to be there cannot be measured.
+    # A GPU that only the options describe cannot be measured.
     if memory is None or device.platform != "cpu":
         if copies is None:
             found = bandwidths.host_to_device_bandwidth() if memory is not None else None
@@ -137,7 +137,7 @@ def this_machine(arguments: argparse.Namespace) -> "Machine":
 
 
 def report(advice: "Advice", folder: Path, dtype: str, arguments: argparse.Namespace) -> str:
-    """The table of what was asked for, and the advice."""
+    """Return the table of the requested settings and the advice."""
     asked, small = advice.asked, arguments.weight_dtype
     form = f"{dtype}, {small} weights" if small else dtype
     title = (
@@ -148,7 +148,7 @@ def report(advice: "Advice", folder: Path, dtype: str, arguments: argparse.Names
 
 
 def table(forecast: "Forecast") -> list[str]:
-    """Bytes and time, a line each."""
+    """Return a line for each size and time."""
     plan, machine = forecast.plan, forecast.machine
 
     def room(available: int | None, needed: int) -> str:
@@ -184,7 +184,7 @@ def size(name: str, count: int, remark: str = "") -> str:
 
 
 def step(forecast: "Forecast") -> list[str]:
-    """Bytes that a decode step moves, and the time that this takes if bandwidths are known."""
+    """Return the bytes that a decode step moves and, with known bandwidths, the time it takes."""
     traffic, machine = forecast.traffic, forecast.machine
 
     def at(bandwidth: float | None) -> str:
@@ -210,7 +210,7 @@ def step(forecast: "Forecast") -> list[str]:
 
 
 def verdict(advice: "Advice") -> list[str]:
-    """The advice as sentences, one per line."""
+    """Return the advice as sentences, one per line."""
     best, lines = advice.best, [full_cache(advice)]
     if best is None:
         lines.append(
@@ -229,7 +229,7 @@ def verdict(advice: "Advice") -> list[str]:
 
 
 def exact_tokens(forecast: "Forecast") -> list[str]:
-    """How to get the full cache's tokens fastest, if the settings select rows."""
+    """Return the fastest way to the full cache's tokens, if the settings select rows."""
     from infinigen_jax.planner.traffic import ACCEPTED
 
     rounds = forecast.lossless
@@ -245,7 +245,7 @@ def exact_tokens(forecast: "Forecast") -> list[str]:
 
 
 def full_cache(advice: "Advice") -> str:
-    """Whether the device can hold the whole cache, and whether that is faster."""
+    """Return whether the device can hold the whole cache, and whether that is faster."""
     full, asked = advice.full, advice.asked
     if not full.fits:
         return f"the full cache on the device does not fit: {format_bytes(full.device)} are needed"
@@ -259,7 +259,7 @@ def full_cache(advice: "Advice") -> str:
 
 
 def command_options(forecast: "Forecast") -> str:
-    """The settings that a plan chooses, as options of `generate`."""
+    """Return the recommended settings as options of `generate`."""
     settings = forecast.settings
     options = f"--dense-layers {settings.dense_layers} --hot-set {settings.hot_set:g}"
     options += f" --rows {settings.rows}"
@@ -269,7 +269,7 @@ def command_options(forecast: "Forecast") -> str:
 
 
 def record(advice: "Advice", policy: "Policy", arguments: argparse.Namespace) -> dict[str, Any]:
-    """Everything, for JSON; bytes, bytes per second and seconds."""
+    """Return everything for JSON, in bytes, bytes per second and seconds."""
 
     def of(forecast: "Forecast | None") -> dict[str, Any] | None:
         if forecast is None:

@@ -1,4 +1,4 @@
-"""Sampling of the next token from logits, with settings of its own for each sequence of a batch.
+"""Sampling of the next token from logits, with separate settings for each sequence of a batch.
 
 Settings are arrays, so that changing them compiles nothing. A sequence's draw depends only on its
 logits, settings, stream and step, not on the rest of the batch.
@@ -19,7 +19,7 @@ BLOCK = 256  # tokens whose probabilities are summed first when drawing
 
 
 class SamplingArrays(NamedTuple):
-    """Sampling settings of each sequence as arrays, see `Sampling`; from `settings_of`."""
+    """Sampling settings of each sequence as arrays, from `settings_of`; see `Sampling`."""
 
     temperature: Float[Array, " b"]
     top_k: Int[Array, " b"]
@@ -39,13 +39,7 @@ class History(NamedTuple):
 
 
 class LogProbs(NamedTuple):
-    """Natural log-probabilities of tokens, before penalties and temperature.
-
-    Attributes:
-        drawn: those of the drawn tokens.
-        top: those of the likeliest tokens, descending.
-        tokens: the likeliest tokens.
-    """
+    """Natural log-probabilities before penalties and temperature; `top` is in descending order."""
 
     drawn: Float[Array, " b"]
     top: Float[Array, "b n"]
@@ -65,11 +59,9 @@ def settings_of(sequences: Sequence[Sampling]) -> SamplingArrays:
 def uniforms(
     seed: UInt32[Array, " b"], stream: Int[Array, " b"], step: Int[Array, " b"]
 ) -> Float[Array, " b"]:
-    """Return a random number in [0, 1) for each sequence.
+    """Return a random number in [0, 1) for each sequence after `step` tokens.
 
-    Args:
-        stream: number of the sequence among those with the same seed that should differ.
-        step: number of tokens drawn before.
+    `stream` distinguishes sequences with the same seed.
     """
 
     def one(seed: Array, stream: Array, step: Array) -> Array:
@@ -85,16 +77,9 @@ def sample(
     uniform: Float[Array, " b"],
     history: History | None = None,
 ) -> Int[Array, " b"]:
-    """Draw one token for each sequence.
+    """Draw one token id, int32, for each sequence; `history` is None if none has penalties.
 
-    Args:
-        logits: any floating dtype; computed in float32. Among equal logits the lower token id
-            counts as more likely.
-        uniform: random numbers in [0, 1), from `uniforms`.
-        history: earlier tokens; None if no sequence has penalties.
-
-    Returns:
-        Token ids, int32.
+    Logits of any dtype are computed in float32. Of equal logits the lower token id is more likely.
     """
     logits = logits.astype(jnp.float32)
     if history is not None:
@@ -114,9 +99,8 @@ def limited(
 ) -> tuple[Float[Array, "b v"], Int[Array, " b"]]:
     """Return logits with -inf for the tokens that are not allowed, and the most likely tokens.
 
-    Args:
-        best: the most likely tokens of all, kept where every token is allowed.
-        allowed: int32, 32 tokens in each element, the first one in its lowest bit.
+    `allowed` has 32 tokens in each int32, the first one in its lowest bit. A sequence that
+    may draw every token keeps its `best`.
     """
     bits = allowed[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None]
     bits = bits.reshape(len(bits), -1)[:, : logits.shape[1]] & 1
@@ -137,11 +121,7 @@ def penalised(
 
 
 def candidates(scaled: Float[Array, "b v"], settings: SamplingArrays) -> Bool[Array, "b v"]:
-    """Return which tokens may be drawn.
-
-    Args:
-        scaled: logits after temperature, at most 0.
-    """
+    """Return which tokens may be drawn; `scaled` are logits after temperature, at most 0."""
     v = scaled.shape[1]
     count = jnp.where(settings.top_k == 0, v, jnp.minimum(settings.top_k, v))
     probabilities = jnp.exp(scaled)
@@ -164,13 +144,10 @@ def leading(
     needed: Float[Array, " b"],
     off: Bool[Array, " b"],
 ) -> Bool[Array, "b v"]:
-    """Mark the fewest largest values whose weights sum to at least `needed`.
+    """Mark the fewest largest values whose weights sum to at least `needed`, above 0.
 
-    Args:
-        values: at most 0, not NaN. Of equal values, the first ones are marked.
-        weights: at least 0; equal for equal values, unless 0.
-        needed: above 0.
-        off: sequences in which every value is marked.
+    Values are at most 0, not NaN; of equal ones the first are marked. Weights are at least 0, and
+    equal for equal values, unless 0. `off` marks every value of a sequence.
     """
     bits = lax.bitcast_convert_type(values, jnp.int32)
     # Order-preserving integers, on which bisection ends exactly.
@@ -203,16 +180,11 @@ def _sum(x: Float[Array, "b v"]) -> Float[Array, " b"]:
 
 
 def _locate(weights: Float[Array, "b v"], goal_of: Callable[[Array], Array]) -> Int[Array, " b"]:
-    """Return the first index at which the cumulative weight exceeds a goal.
+    """Return the first index, int32, at which the cumulative weight exceeds a goal.
 
     The sums of blocks are searched first: cumulative sums over the vocabulary are slow on a CPU.
-
-    Args:
-        weights: at least 0; the number of columns is a multiple of BLOCK.
-        goal_of: returns the goal, below the sum, given the sum.
-
-    Returns:
-        Indices of positive weights, int32; -1 if rounding leaves none.
+    Weights are at least 0, their columns a multiple of BLOCK. `goal_of` returns the goal, below the
+    sum, given the sum. The index has a positive weight; it is -1 if rounding leaves none.
     """
     blocks = weights.reshape(len(weights), -1, BLOCK)
     sums = blocks.sum(axis=2)

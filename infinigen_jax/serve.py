@@ -1,4 +1,4 @@
-"""Command line: serve a model over HTTP, by OpenAI's interface. `infinigen-serve --help`"""
+"""Command line: serve a model over HTTP with OpenAI's interface. `infinigen-serve --help`"""
 
 import argparse
 import logging
@@ -30,7 +30,7 @@ KEY_VARIABLE = "INFINIGEN_API_KEY"
 
 
 def build_parser() -> Parser:
-    """Return the parser; part of the options is a contract with other programs."""
+    """Return the parser; some options are a contract with other programs."""
     parser = Parser(
         prog="python -m infinigen_jax.serve",
         usage="%(prog)s [--model M] [--host H] [--port P] [options]",
@@ -114,7 +114,7 @@ def serve(arguments: argparse.Namespace) -> None:
 
 
 def make_scheduler(arguments: argparse.Namespace, say: Messages) -> "Scheduler":
-    """Return a scheduler of the model and the sizes that the options ask for."""
+    """Return a scheduler with the model and the limits of the options."""
     from infinigen_jax.server.limits import Limits
     from infinigen_jax.server.scheduler import Scheduler
 
@@ -127,7 +127,7 @@ def make_scheduler(arguments: argparse.Namespace, say: Messages) -> "Scheduler":
 
 
 def start_logging(quiet: bool) -> None:
-    """Write messages to stderr; those of requests without a prefix, for programs that read them."""
+    """Write messages to stderr; a request's log line has no prefix, for programs that read it."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("infinigen_jax").setLevel("WARNING" if quiet else "INFO")
     requests = logging.getLogger("infinigen_jax.requests")

@@ -66,13 +66,13 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 
 
 def has_shape(annotation: Any) -> bool:
-    """Whether an annotation has an array's shape."""
+    """Return whether an annotation has an array's shape."""
     shape = inspect.isclass(annotation) and issubclass(annotation, jaxtyping.AbstractArray)
     return shape or any(map(has_shape, typing.get_args(annotation)))
 
 
 def check_shapes(definition: Any, jaxtyped: Any = jaxtyping.jaxtyped) -> Any:
-    """Check shapes: of a function's arguments and result, or of a class's fields.
+    """Check the shapes of a function's arguments and result, or of a class's fields.
 
     The hook's own decorator checks all annotations twice, and decorates a function inside of
     another anew in every call of that one, which took up to a third of the time.
@@ -103,7 +103,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def few_collections() -> Iterator[None]:
-    """Skip the garbage collections between an evaluation's engines: tests have small arrays."""
+    """Skip garbage collection between an evaluation's engines: tests have small arrays."""
     with pytest.MonkeyPatch.context() as patch:
         nothing = types.SimpleNamespace(collect=lambda: 0)
         patch.setattr("infinigen_jax.evaluation.session.gc", nothing)
@@ -120,7 +120,7 @@ def patience() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def log_level() -> Iterator[None]:
-    """Undo what `--quiet` sets for the process."""
+    """Undo the effect of `--quiet` on the process."""
     yield
     logging.getLogger("infinigen_jax").setLevel(logging.NOTSET)
 
@@ -211,5 +211,5 @@ def refused(command: Callable[..., tuple[Any, str, str]]) -> Callable[..., str]:
 
 @pytest.fixture
 def tokens() -> np.ndarray:
-    """Two sequences of 21 token ids below 96: [2, 21] int32."""
+    """Return two sequences of 21 token ids below 96: [2, 21] int32."""
     return np.random.default_rng(7).integers(3, 96, (2, 21)).astype(np.int32)

@@ -20,12 +20,11 @@ OPTIONS = ("-std=c++20", "-O1", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragm
 
 
 def compiler() -> str | None:
-    """A C++ compiler, if this machine has one."""
     return shutil.which("g++")
 
 
 class Emulator:
-    """The kernels, compiled once for all processes with this folder."""
+    """Kernels, compiled once for all processes with this folder."""
 
     def __init__(self, folder: Path):
         runners = "\n".join(
@@ -59,5 +58,5 @@ class Emulator:
 
 @functools.cache
 def emulated_kernels() -> Emulator:
-    """The kernels, compiled in the folder of this run's programs."""
+    """Return the kernels, compiled in the folder of this run's programs."""
     return Emulator(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]))

@@ -1,4 +1,4 @@
-"""cuDNN's attention without a GPU: what its documentation says, in float32."""
+"""cuDNN's attention without a GPU: its documented behaviour, in float32."""
 
 from typing import Any
 

@@ -21,7 +21,7 @@ wrong: set[str] = set()
 
 
 def call(kernel: str, operands: Any, results: Any, grid: Any, integers: Any, **options: Any) -> Any:
-    """Do what `launch.call` does."""
+    """Act like `launch.call`."""
 
     def run(*arrays: Any) -> tuple[np.ndarray, ...]:
         if kernel in failing:

@@ -20,7 +20,7 @@ from infinigen_jax.errors import InputError
 
 
 class Edit(NamedTuple):
-    """One damage: `cut` bytes at a place, a share of the file, are replaced."""
+    """Damage: `cut` bytes at a place, a share of the file, are replaced."""
 
     place: float
     cut: int
@@ -45,7 +45,7 @@ damages = st.lists(edits, min_size=1, max_size=3)
 
 
 def damage(path: Path, changes: list[Edit]) -> bool:
-    """Apply the changes to a file; whether they made a difference."""
+    """Apply the changes to a file; return whether they made a difference."""
     whole = path.read_bytes()
     data = functools.reduce(lambda data, edit: edit.apply(data), changes, whole)
     path.write_bytes(data)
@@ -79,7 +79,7 @@ ANYTHING += [
 
 
 def altered(draw: random.Random, value: Any) -> Any:
-    """A copy of a JSON value with one part replaced, left out or taken from elsewhere."""
+    """Return a copy of a JSON value with one part replaced, left out or taken from elsewhere."""
 
     def place() -> tuple[Any, Any]:
         inside, key = [whole], 0
@@ -104,7 +104,7 @@ def altered(draw: random.Random, value: Any) -> Any:
 def rounds(
     capfd: pytest.CaptureFixture[str], what: str, seconds: float = 7
 ) -> Iterator[random.Random]:
-    """A generator of random numbers for each case, until the time is over."""
+    """Yield a generator of random numbers for each case, until the time is over."""
     seed, seconds = os.environ.get("FUZZ_SEED", "0"), float(os.environ.get("FUZZ_SECONDS", seconds))
     end, cases = time.monotonic() + seconds, 0
     for cases in itertools.count(1):
@@ -138,7 +138,7 @@ AROUND = [
 
 
 def hostile_template(draw: random.Random) -> str:
-    """A few of the parts, with some of what goes around them."""
+    """Return a template of random parts and their surroundings."""
     template = "".join(draw.choices(PARTS, k=draw.randint(1, 3)))
     for before, after in draw.choices(AROUND, k=draw.randint(0, 3)):
         template = before + template + after

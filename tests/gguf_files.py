@@ -62,7 +62,6 @@ def write_gguf(
 
 
 def written(writer: GGUFWriter) -> None:
-    """Write the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -70,7 +69,6 @@ def written(writer: GGUFWriter) -> None:
 
 
 def write_config(writer: GGUFWriter, config: Any) -> None:
-    """Write the sizes under llama.cpp's names."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(config.num_hidden_layers)
@@ -107,7 +105,7 @@ def heads_of(config: Any, queries: bool) -> int:
 
 
 def permuted(weights: np.ndarray, heads: int) -> np.ndarray:
-    """The row order of `LlamaModel.permute` in llama.cpp's convert_hf_to_gguf.py."""
+    """Return the row order of `LlamaModel.permute` in llama.cpp's convert_hf_to_gguf.py."""
     halves = weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
     return halves.swapaxes(1, 2).reshape(weights.shape)
 
@@ -130,7 +128,7 @@ def add_setting(writer: GGUFWriter, key: str, value: Any) -> None:
 
 
 def byte_level(pre: str = "gpt-2") -> dict[str, Any]:
-    """Settings of the embedded models' tokenizer."""
+    """Return the settings of the embedded models' tokenizer."""
     whole = json.loads((embedded() / "tokenizer.json").read_text())
     ids = whole["model"]["vocab"] | {t["content"]: t["id"] for t in whole["added_tokens"]}
     tokens = sorted(ids, key=lambda token: ids[token])
@@ -150,7 +148,7 @@ def byte_level(pre: str = "gpt-2") -> dict[str, Any]:
 
 
 def sentencepiece() -> dict[str, Any]:
-    """Settings of a small SentencePiece vocabulary: pieces of a sentence, and all bytes."""
+    """Return settings of a small SentencePiece vocabulary: pieces of a sentence, and all bytes."""
     pieces = ["\u2581", *"thequickbrownfxjmpsvlazydg", "th", "qu", "\u2581th", "\u2581the", "ck"]
     pieces = list(
         dict.fromkeys([*pieces, "ow", "own", "\u2581br", "\u2581brown", "er", "\u2581\u2581"])

@@ -40,7 +40,7 @@ BATCHES = {
 
 
 def models() -> dict[str, str]:
-    """Names of the cases' models and what `--model` takes for them."""
+    """Return the names of the cases' models and the arguments of `--model` for them."""
     folders = {folder.name: str(folder) for folder in sorted(CHECKPOINTS.glob("*/"))}
     return {name: name for name in EMBEDDED} | {f"shared/{k}": v for k, v in folders.items()}
 
@@ -48,7 +48,7 @@ def models() -> dict[str, str]:
 def greedy_tokens(
     model: str, policy: str, dtype: str, schedule: str, prompts: list[str]
 ) -> list[list[int]]:
-    """New tokens of each prompt, by the command line."""
+    """Return new tokens of each prompt, by the command line."""
     with tempfile.TemporaryDirectory() as folder:
         stats = Path(folder) / "stats.json"
         arguments = ["--model", model, "--policy", policy, "--dtype", dtype, "--schedule", schedule]
@@ -62,7 +62,7 @@ def greedy_tokens(
 
 
 def cases(chosen: argparse.Namespace) -> list[tuple[str, str, str, str, str]]:
-    """Key, model argument, policy, dtype and batch of each case that was chosen."""
+    """Return key, model argument, policy, dtype and batch of each chosen case."""
     return [
         (f"{name} {policy} {dtype} {batch}", model, policy, dtype, batch)
         for name, model in models().items()
@@ -76,7 +76,6 @@ def cases(chosen: argparse.Namespace) -> list[tuple[str, str, str, str, str]]:
 
 
 def record(chosen: argparse.Namespace) -> int:
-    """Write the tokens of the fused schedule."""
     known = json.loads(FILE.read_text()) if FILE.exists() else {}
     for key, model, policy, dtype, batch in cases(chosen):
         rows = greedy_tokens(model, policy, dtype, "fused", BATCHES[batch])
@@ -87,7 +86,7 @@ def record(chosen: argparse.Namespace) -> int:
 
 
 def check(chosen: argparse.Namespace) -> int:
-    """Compare both schedules with the record; 1 where a token differs."""
+    """Compare both schedules with the record; return 1 if a token differs."""
     known, wrong, compared = json.loads(FILE.read_text()), 0, 0
     for key, model, policy, dtype, batch in cases(chosen):
         if key not in known:

@@ -111,7 +111,7 @@ def file(folder: Path) -> tuple[Callable[[], None], Callable[[], str]]:
 
 
 def parts(folder: Path) -> tuple[Callable[[], None], Callable[[], str]]:
-    """Saving what an evaluation has measured."""
+    """Saving measurements of an evaluation."""
     import numpy as np
 
     from infinigen_jax.evaluation.parts import Measurement, Parts

@@ -1,4 +1,4 @@
-"""Small random models in memory, and what the tests of the decode runtime do with them."""
+"""Small random models in memory, and helpers for tests of the decode runtime."""
 
 import copy
 import dataclasses
@@ -28,7 +28,7 @@ HF: dict[str, dict[str, Any]] = {
     "opt": {"model_type": "opt", "ffn_dim": 24},
 }
 RELATIVES: dict[str, dict[str, Any]] = {
-    # For what does not depend on how layers hand over: little to compile.
+    # For tests that do not depend on transitions between layers: little to compile.
     "one": {"model_type": "llama", "num_key_value_heads": 2, "num_hidden_layers": 1},
     "opt-one": {"model_type": "opt", "ffn_dim": 24, "num_hidden_layers": 1},
     "three": {"model_type": "llama", "num_key_value_heads": 2, "num_hidden_layers": 3},
@@ -64,25 +64,25 @@ COMMON: dict[str, Any] = {
 
 
 def numbers(count: int, seed: int | None = None) -> list[int]:
-    """Random token numbers of a prompt."""
+    """Return random token ids of a prompt."""
     rng = np.random.default_rng(count if seed is None else seed)
     return rng.integers(3, 96, count).tolist()
 
 
 def slow_except(names: Iterable[str], *chosen: str) -> list[Any]:
-    """Parameters of a test: those that are not chosen are slow tests."""
+    """Return the parameters of a test, marked slow except the chosen ones."""
     return [pytest.param(n, marks=() if n in chosen else pytest.mark.slow) for n in names]
 
 
 def random_basis(kv_heads: int, d: int, seed: int) -> Basis:
-    """Another orthogonal matrix for each KV head."""
+    """Return a different orthogonal matrix for each KV head."""
     normal = np.random.default_rng(seed).normal(size=(kv_heads, d, d))
     matrix = jnp.asarray(np.linalg.qr(normal)[0], jnp.float32)
     return Basis(matrix, matrix)
 
 
 def tail_moments(config: ModelConfig, params: Params) -> tuple[np.ndarray, np.ndarray]:
-    """The moments of a model's own keys and values on random tokens, without attention."""
+    """Return moments of a model's own keys and values on random tokens, without attention."""
     tokens = jnp.asarray(np.random.default_rng(5).integers(3, 96, 64), jnp.int32)
     places = jnp.arange(64, dtype=jnp.int32)
     architecture, moments = blueprint(config, jnp.float32), []
@@ -97,7 +97,7 @@ def tail_moments(config: ModelConfig, params: Params) -> tuple[np.ndarray, np.nd
 
 @functools.cache
 def random_model(name: str, dtype: str = "float32", with_basis: bool | None = None) -> Model:
-    """A model by name, the same object every time, so that compilations are shared.
+    """Return a model by name, always the same object, so that compilations are shared.
 
     Weights are larger than usual, and norms and biases random: queries and keys are then large
     enough for attention to choose among tokens, and for layers to differ.
@@ -132,7 +132,7 @@ def random_model(name: str, dtype: str = "float32", with_basis: bool | None = No
 
 
 def with_ends(engine: Engine, *tokens: int) -> Engine:
-    """An engine whose texts end with these tokens; it shares the compiled programs of another."""
+    """Return an engine whose texts end with these tokens; it shares another's compiled programs."""
     model = engine.model
     config = dataclasses.replace(model.config, eos_ids=tokens)
     changed = copy.copy(engine)
@@ -178,7 +178,7 @@ def engine(
     schedule: str = "fused",
     **settings,
 ) -> Engine:
-    """The same engine every time, so that its compilations are shared.
+    """Return an engine, always the same one, so that its compilations are shared.
 
     Args:
         dense_layers: by default one, and none of a model of one layer.
@@ -195,7 +195,7 @@ def tokens_of(engine: Engine, prompts=RAGGED, new: int = NEW, **settings) -> lis
 
 
 def counts_of(run: Run) -> np.ndarray:
-    """Rows selected by each step, for each sequence."""
+    """Return the rows selected by each step, for each sequence."""
     return np.stack([np.asarray(counts.selected) for counts in run.counts])
 
 
@@ -206,7 +206,7 @@ def finished(engine: Engine, prompts=RAGGED, new: int = NEW, **settings) -> Run:
 
 
 def scores_of(model: Model, policy: Policy, context: int = 40) -> np.ndarray:
-    """Natural log-probabilities of given tokens, decoded with all layers on the host."""
+    """Return log-probabilities of given tokens, decoded with all layers on the host."""
     tokens = np.random.default_rng(2).integers(3, 96, (2, context + 20)).astype(np.int32)
     run = Engine(model, policy=policy, dense_layers=0).start(
         tokens[:, :context].tolist(), max_new_tokens=20
@@ -255,7 +255,7 @@ def plain_pass(
 
 
 def large_cache(decoder: Decoder, capacity: int, batch: int = 1) -> Cache:
-    """Shapes of a cache, placed as its arrays would be."""
+    """Return shapes of a cache, placed as its arrays would be."""
     at, stored = Placement(decoder.mesh), decoder.row_format
 
     def shaped(tree: Any, sharding: Any) -> Any:
@@ -272,6 +272,6 @@ def large_cache(decoder: Decoder, capacity: int, batch: int = 1) -> Cache:
 
 
 def copies(hlo: str) -> list[int]:
-    """Elements of each array that a compiled program copies."""
+    """Return the elements of each array that a compiled program copies."""
     shapes = re.findall(r"= \w+\[([\d,]*)\][^ ]* copy(?:-start)?\(", hlo)
     return [int(np.prod([int(n) for n in shape.split(",") if n] or [1])) for shape in shapes]

@@ -1,7 +1,7 @@
 """The embedded models with their first layers alone, in folders like theirs.
 
-Commands are tested by the model that they have by default. Most of the time is compilation, which
-goes by the layer; where a test does not depend on what the model writes, half of them will do.
+Commands are tested with their default model. Compilation takes most of the time and grows with the
+layers; half of them suffice if a test does not depend on the model's text.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ OF_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def make_shallow(source: Path, target: Path, layers: int = LAYERS) -> None:
-    """A converted folder with the first layers of another one."""
+    """Write a converted folder with the first layers of another one."""
     shutil.copytree(source, target)
     config = json.loads((source / "config.json").read_text())
     number = config["num_hidden_layers"]

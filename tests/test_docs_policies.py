@@ -28,7 +28,7 @@ OFTEN = ("test_the_shortest_keys_are_taken", "test_on_the_command_line")
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory) -> Iterator[ModuleType]:
-    """The page's test, while its policy is one more file of the policies."""
+    """Yield the page's test, while its policy is one more file of the policies."""
     folder: Path = tmp_path_factory.mktemp("page")
     for name in (POLICY, TEST):
         (folder / Path(name).name).write_text(BLOCKS[name])

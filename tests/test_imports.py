@@ -1,4 +1,4 @@
-"""The rooms of the package: each imports only those below it, and no module closes a circle."""
+"""The rooms of the package: each imports only those below it, and imports have no cycle."""
 
 import ast
 import functools
@@ -20,7 +20,6 @@ MOST_FLOORS = 12
 
 
 def modules() -> dict[str, Path]:
-    """Modules of the package by name."""
     files = (f for f in PACKAGE.rglob("*.py") if "embedded" not in f.parts)
     names = {".".join(f.relative_to(PACKAGE.parent).with_suffix("").parts): f for f in files}
     return {name.removesuffix(".__init__"): f for name, f in names.items()}
@@ -46,7 +45,6 @@ class Imports(ast.NodeVisitor):
 
 @functools.cache
 def graph() -> dict[str, set[str]]:
-    """Imports between modules."""
     found = {}
     for name, file in modules().items():
         visitor = Imports(set(modules()))
@@ -56,7 +54,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def room(module: str) -> str:
-    """The room of a module, or its own name with a dot at the root."""
+    """Return the room of a module, or its own name with a dot at the root."""
     _, _, inside = module.partition(".")
     first = inside.partition(".")[0]
     return first if (PACKAGE / first).is_dir() else f".{first}"

@@ -41,14 +41,14 @@ def draw_arrays(logits, settings, step):
 
 
 def draw(logits, *sampling, step: Any = 0):
-    """Tokens of each sequence, with settings of its own or the same ones."""
+    """Return tokens of each sequence, with settings of its own or the same ones."""
     settings = sampling * (1 if len(sampling) > 1 else len(logits))
     steps = jnp.broadcast_to(jnp.asarray(step, jnp.int32), (len(logits),))
     return draw_arrays(jnp.asarray(logits), jax.device_put(settings_of(settings)), steps)
 
 
 def draw_many(logits, sampling, count=4000):
-    """Frequencies of each token, one step after the other."""
+    """Return frequencies of each token, one step after the other."""
     rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (count, len(logits)))
     tokens = draw(rows, sampling, step=np.arange(count, dtype=np.int32))
     return np.bincount(np.asarray(tokens), minlength=len(logits)) / count
@@ -65,7 +65,7 @@ def test_rows_of_temperature_zero_are_greedy_in_a_batch_that_samples(logits, ste
 
 
 def allowed_tokens(logits, temperature, top_k, top_p, min_p):
-    """The tokens that may be drawn, in plain NumPy and float64."""
+    """Return the tokens that may be drawn, in plain NumPy and float64."""
     order = np.argsort(-logits, kind="stable")[: top_k or len(logits)]
     weights = np.exp((logits[order].astype(np.float64) - logits.max()) / temperature)
     mass = np.cumsum(weights) / weights.sum()

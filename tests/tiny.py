@@ -1,4 +1,4 @@
-"""Small random Hugging Face models, and what several tests do with them."""
+"""Small random Hugging Face models, and helpers of several tests."""
 
 import functools
 import json
@@ -44,7 +44,7 @@ TEXT = [int(i) for i in np.random.default_rng(1).integers(3, 96, 40)]  # for cal
 
 
 class TinyModel:
-    """A random transformers model and the folder that it was saved to."""
+    """Random transformers model and the folder that it was saved to."""
 
     def __init__(self, folder: Path, model: Any):
         self.folder, self.model = folder, model
@@ -85,7 +85,7 @@ def add_tokenizer(folder: Path) -> Path:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Variables of a process on the CPU that imports this checkout's package."""
+    """Return variables of a process on the CPU that imports this checkout's package."""
     return os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | variables
 
 
@@ -103,18 +103,18 @@ def started(*arguments: str | Path, stdin: int = subprocess.PIPE) -> subprocess.
 
 @functools.cache
 def compiled_forward(config: ModelConfig, dtype: Any) -> Any:
-    """The plain forward pass; compiled once for a shape."""
+    """Return the plain forward pass, compiled once for a shape."""
     return jax.jit(functools.partial(forward, blueprint(config, dtype)))
 
 
 def logits_of(model: Model, tokens: np.ndarray) -> np.ndarray:
-    """Logits [b, s, v] of a loaded model, without cache or skewing."""
+    """Return logits [b, s, v] of a loaded model, without cache or skewing."""
     run = compiled_forward(model.config, model.dtype)
     return np.asarray(run(model.params, jnp.asarray(tokens)))
 
 
 def only(folder: Path, *names: str) -> list[str]:
-    """Names in a folder except `names`, hidden files included."""
+    """Return names in a folder except `names`, hidden files included."""
     return sorted(path.name for path in folder.iterdir() if path.name not in names)
 
 

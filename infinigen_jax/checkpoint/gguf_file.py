@@ -35,12 +35,7 @@ ALIGNMENT = "general.alignment"
 
 
 class GgufTensor(NamedTuple):
-    """Place and format of a tensor.
-
-    Attributes:
-        shape: sizes as in NumPy, the last axis is contiguous.
-        kind: `gguf.GGMLQuantizationType`.
-    """
+    """Place and format of a tensor: shape as in NumPy, and kind, a `gguf.GGMLQuantizationType`."""
 
     shape: tuple[int, ...]
     kind: Any
@@ -54,12 +49,7 @@ class GgufTensor(NamedTuple):
 
 
 class GgufFile:
-    """A GGUF file, memory-mapped.
-
-    Attributes:
-        metadata: settings by name; arrays of numbers are NumPy arrays, arrays of strings are lists.
-        tensors: places and formats by name.
-    """
+    """Memory-mapped GGUF file; `metadata` has NumPy arrays of numbers and lists of strings."""
 
     def __init__(self, path: Path):
         self.path, self._package = path, _package(path)

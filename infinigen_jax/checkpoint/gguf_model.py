@@ -42,7 +42,7 @@ TOKENS = {
     "bos_token_id": "bos_token_id",
     "pad_token_id": "padding_token_id",
 }
-# llama.cpp, too, ends a turn at these tokens, whatever the settings say.
+# llama.cpp also ends a turn at these tokens, regardless of the settings.
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>")
 CONTROL = 3  # kind of a token in tokenizer.ggml.token_type
 
@@ -76,7 +76,7 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 
 
 class Architecture(NamedTuple):
-    """How llama.cpp stores a family.
+    """llama.cpp's form of a family.
 
     Attributes:
         model_type: the family in `config.json`.
@@ -121,10 +121,7 @@ def read_config(file: GgufFile) -> tuple[dict[str, Any], ModelConfig]:
 
 
 def open_tensors(file: GgufFile) -> dict[str, TensorSource]:
-    """Return the tensors by their names in a Hugging Face folder.
-
-    A name without counterpart is kept, so that it appears in the error of `tensor_names.match`.
-    """
+    """Return tensors by Hugging Face's names; unknown names stay, for the error of `match`."""
     found = architecture(file)
     counts = {"attn_q": file.metadata.get(f"{found[0]}.attention.head_count")}
     counts["attn_k"] = file.metadata.get(f"{found[0]}.attention.head_count_kv", counts["attn_q"])
@@ -172,7 +169,7 @@ def _settings(file: GgufFile) -> dict[str, Any]:
     hf |= _end_tokens(file) | _rope(file, name)
     embedding = file.tensors.get("token_embd.weight")
     hf["vocab_size"] = embedding.shape[0] if embedding else None
-    for token in ("bos_token_id", "pad_token_id"):  # some files have numbers that mean none
+    for token in ("bos_token_id", "pad_token_id"):  # in some files an invalid number means none
         if embedding and not 0 <= hf.get(token, 0) < embedding.shape[0]:
             del hf[token]
     hf["tie_word_embeddings"] = "output.weight" not in file.tensors

@@ -26,7 +26,7 @@ def fetched(name: str | Path, revision: str | None = None, weights: bool = True)
     """Return the path of a model; one on the hub is downloaded, or found in the hub's cache.
 
     Args:
-        name: a path; or, if there is none, `org/name` or `org/name/file.gguf` on the hub.
+        name: a path, else `org/name` or `org/name/file.gguf` on the hub.
         revision: branch, tag or commit on the hub; None for its main branch.
         weights: whether weights are needed, in addition to configuration and tokenizer.
     """
@@ -72,7 +72,6 @@ def _snapshot(name: str, revision: str | None, *patterns: str) -> Path:
 
 @contextlib.contextmanager
 def _explained(name: str, revision: str | None) -> Iterator[None]:
-    """Turn every failure of a download into one line."""
     from huggingface_hub import errors
 
     reasons = {

@@ -55,7 +55,6 @@ class Manifest:
     """Contents of `infinigen.json`.
 
     Attributes:
-        skew: "svd", "balanced" or "none".
         absorbed: whether the basis is already in the weights, so that the leading columns of the
             keys are the partial keys (OPT with "svd").
         calibration: {"text_sha256": ..., "tokens": ...}, or None with skew "none".

@@ -150,11 +150,7 @@ class SafetensorsWriter:
         return self._hash.digest()
 
     def add(self, name: str, tensor: np.ndarray) -> None:
-        """Append the next tensor; its name, dtype and shape must match `layout`.
-
-        Raises:
-            ValueError: the tensor does not match.
-        """
+        """Append the next tensor of `layout`; raise ValueError if it does not match."""
         if not self._pending or self._pending[0] != name:
             raise ValueError(f"tensor {name} written out of order")
         dtype, shape = self._layout[name]

@@ -11,7 +11,7 @@ from infinigen_jax.models import ModelConfig
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a path is that of a GGUF file, by its name."""
+    """Return whether a path names a GGUF file."""
     return path.suffix == gguf_model.SUFFIX and not path.is_dir()
 
 

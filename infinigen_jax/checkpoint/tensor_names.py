@@ -31,11 +31,7 @@ LISTED = 20  # tensors named per kind of error
 
 
 class Rule(NamedTuple):
-    """One line of a table; names are relative to the layer, or to the model.
-
-    Attributes:
-        gain: whether the tensor is a norm's scale minus 1.
-    """
+    """Line of a table, relative to layer or model; a `gain` is a norm's scale stored minus 1."""
 
     name: str
     path: tuple[str, str]
@@ -102,11 +98,7 @@ GEMMA_NORMS = [
 
 
 def _table(*layer: list[Rule], gains: bool = False) -> Table:
-    """Return a table of rules.
-
-    Args:
-        gains: whether the scales of norms are stored minus 1.
-    """
+    """Return a table of rules; with `gains`, the scales of norms are stored minus 1."""
 
     def stored(rule: Rule) -> Rule:
         return rule._replace(gain=gains and rule.path[1] == "scale")
@@ -114,7 +106,7 @@ def _table(*layer: list[Rule], gains: bool = False) -> Table:
     return Table("model.", [*map(stored, EMBEDDING)], [*map(stored, itertools.chain(*layer))])
 
 
-LLAMA = _table(PRE_NORMS, ATTENTION, MLP)  # of families without a table of their own
+LLAMA = _table(PRE_NORMS, ATTENTION, MLP)  # of families that TABLES lacks
 OLMO = _table(ATTENTION, HEAD_NORMS, POST_NORMS, MLP)
 
 TABLES = {
@@ -213,11 +205,7 @@ def expected(blueprint: Blueprint) -> TensorSpecs:
 def match(
     tensors: Mapping[str, TensorSource], blueprint: Blueprint, where: Any
 ) -> dict[str, TensorSource]:
-    """Match every expected tensor with one in the checkpoint, whatever prefix it carries.
-
-    Returns:
-        The source of each tensor, by its name in `expected`.
-    """
+    """Return the source of each tensor in `expected`, whatever prefix a checkpoint's names have."""
     specs = {_stem(spec.name): spec for spec in expected(blueprint).flat()}
     matches: dict[str, TensorSource] = {}
     doubled, unexpected, problems = [], [], []

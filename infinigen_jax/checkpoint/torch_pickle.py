@@ -49,19 +49,18 @@ class TorchTensor(NamedTuple):
 
 
 class Refused(Exception):
-    """The pickle contains something that a file of weights does not need."""
+    """Error for a pickle with anything that a file of weights does not need."""
 
 
 class StateDictionary(dict):
-    """Dictionary of tensors; takes the attributes, versions of modules, of a torch one."""
+    """Dictionary of tensors that accepts attributes, in which torch keeps versions of modules."""
 
 
 def read_pickle(data: bytes) -> Any:
     """Return the object that a pickle describes.
 
-    Raises:
-        Refused: the pickle has a name or value that no file of weights has.
-        Exception: nearly any type, if the pickle is damaged.
+    Raise Refused for a name or value that no file of weights has, and nearly any type of exception
+    for a damaged pickle.
     """
     return _Unpickler(io.BytesIO(data)).load()
 
@@ -70,7 +69,7 @@ _PythonUnpickler: Any = pickle._Unpickler
 
 
 class _Unpickler(_PythonUnpickler):
-    """The unpickler in Python: its memo is a dictionary, so that an index allocates nothing."""
+    """Unpickler in Python: its memo is a dictionary, so a large index allocates nothing."""
 
     def load_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
@@ -98,7 +97,7 @@ class _Unpickler(_PythonUnpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        # Texts and new functions: a pickle may set attributes of what it gets.
+        # Strings and new functions, because a pickle may set attributes of the objects it gets.
         known = {
             ("collections", "OrderedDict"): lambda: StateDictionary(),
             ("torch._utils", "_rebuild_tensor_v2"): lambda *fields: _tensor(*fields),

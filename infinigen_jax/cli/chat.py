@@ -1,4 +1,4 @@
-"""Chatting at the terminal, `generate --chat`: answers go to stdout, all else to stderr.
+"""Chat at the terminal, `generate --chat`: answers go to stdout, everything else to stderr.
 
 An input that begins with a slash is a command, see `COMMANDS`.
 """
@@ -98,7 +98,7 @@ def chat(
         for text in turns:
             talk.answer(checked_text("prompts", text))
         talk.read()
-    except (InputError, OSError) as error:  # the latter if nobody reads stdout any more
+    except (InputError, OSError) as error:  # the latter if stdout has no reader
         refusal = error
     if arguments.save is not None:
         try:
@@ -114,7 +114,7 @@ def chat(
 def begin(
     engine: "Engine", arguments: argparse.Namespace, sampling: "Sampling", say: Messages
 ) -> "Conversation":
-    """A new conversation, or the one to resume."""
+    """Return a new conversation, or the one to resume."""
     if engine.model.tokenizer is None:
         raise ParameterError("chat", "this model has no tokenizer; chat with one that has")
     if arguments.resume is None:
@@ -129,7 +129,7 @@ def begin(
 
 
 class Talk:
-    """A conversation with a person or a file of lines."""
+    """Conversation with a person or a file of lines."""
 
     def __init__(self, dialogue: Dialogue, arguments: argparse.Namespace, say: Messages):
         self._dialogue, self._arguments, self._say = dialogue, arguments, say
@@ -157,7 +157,7 @@ class Talk:
                 self._tell(f"error: {error}")
 
     def run(self, name: str, argument: str = "") -> bool:
-        """Run a command; return whether the conversation goes on."""
+        """Run a command; return whether the conversation continues."""
         dialogue, tell = self._dialogue, self._tell
         if name in ("quit", "exit", "bye"):
             return False
@@ -183,7 +183,7 @@ class Talk:
         return self._dialogue.save(path)
 
     def answer(self, text: str) -> None:
-        """Answer a message; Ctrl-C ends the answer, and what is said of it so far stays said."""
+        """Answer a message; Ctrl-C ends the answer, whose text so far is kept."""
         started, given = time.perf_counter(), self._arguments
         with interrupts() as interrupted:
             pieces = self._dialogue.answer(
@@ -204,9 +204,9 @@ class Talk:
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[threading.Event]:
-    """The first Ctrl-C sets the event, a second one ends the program.
+    """Yield an event that the first Ctrl-C sets; a second one ends the program.
 
-    In the middle of a step an exception would leave the cache undefined.
+    An exception in the middle of a step would leave the cache undefined.
     """
     event = threading.Event()
 

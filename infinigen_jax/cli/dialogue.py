@@ -1,9 +1,9 @@
-"""Conversations of messages: what the model is given of them, and what it answers.
+"""Conversations of messages: the tokens that the model reads, and its answers.
 
 The chat template renders the messages. Cached text is not rendered again: a later turn adds only
 the template's text after the last answer. After `clear`, `undo`, or in a full context, the next
-turn renders all messages that are left, and the model reads them anew. The template "plain" is for
-models without one: the conversation is one running text, and the user's lines are lines of it.
+turn renders all remaining messages, and the model reads them again. The template "plain" is for
+models without one: the conversation is one text, and the user's lines are lines of it.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ Message = dict[str, str]
 
 
 class Dialogue:
-    """A conversation of messages.
+    """Conversation of messages.
 
     Args:
-        template: a file with a Jinja template, or "plain"; by default the model's own.
-        system: the system message; only before the first turn.
+        template: file with a Jinja template, or "plain"; by default the model's.
+        system: system message; only before the first turn.
         say: called with a line of text when old messages are dropped.
     """
 
@@ -68,12 +68,10 @@ class Dialogue:
         ignore_eos: bool = False,
         stop: Sequence[str] = (),
     ) -> Generator[str, None, None]:
-        """Say something; yields the answer piece by piece. Closing the iterator ends the answer.
+        """Add a user's message and yield the answer piece by piece; closing the iterator ends it.
 
-        In a full context the oldest turns are dropped first.
-
-        Args:
-            max_new_tokens: most tokens of the answer; None for as many as the context takes.
+        In a full context the oldest turns are dropped first. By default an answer may fill the
+        context.
         """
         conversation = self._conversation
         most = max_new_tokens or conversation.context
@@ -93,7 +91,7 @@ class Dialogue:
                 conversation.messages = [*asked, answer]
 
     def clear(self) -> None:
-        """Forget all messages but the system's."""
+        """Forget all messages except the system's."""
         conversation = self._conversation
         conversation.messages = _system(conversation.messages)
         conversation.reset()
@@ -108,12 +106,12 @@ class Dialogue:
         return bool(asked)
 
     def save(self, path: str | Path) -> str:
-        """Write the conversation to a file, for `--resume`; return a line that says so."""
+        """Write the conversation to a file, for `--resume`; return a line for the user."""
         self._conversation.save(path)
         return f"{len(self._conversation.messages)} messages saved to {path}"
 
     def summary(self, seconds: float) -> str:
-        """A line for a person about the last turn."""
+        """Return a line about the last turn."""
         run, conversation = self._conversation.run, self._conversation
         if run is None:
             return "no answer yet"
@@ -126,7 +124,7 @@ class Dialogue:
         )
 
     def render(self, messages: list[Message]) -> list[int]:
-        """The tokens that the messages add to what was said."""
+        """Return the tokens that the messages add to the conversation."""
         said = self._conversation.tokens
         text = self._text(messages, fresh=not said)
         if said and said[-1] in self._conversation.runtime.model.eos_ids:
@@ -135,9 +133,9 @@ class Dialogue:
         return self._encode(text, fresh=not said)
 
     def _fitted(self, messages: list[Message], room: int) -> tuple[list[Message], list[int]]:
-        """The messages without the oldest turns that leave no room for an answer, and their tokens.
+        """Drop the oldest turns if they leave no room for an answer; return messages and tokens.
 
-        Half of the turns are dropped at a time: what is left has to be read again.
+        Half of the turns are dropped at a time, because the rest must be read again.
         """
         conversation, system = self._conversation, _system(messages)
         turns, tokens = messages[len(system) :], self.render(messages)
@@ -161,7 +159,7 @@ class Dialogue:
         return self._tokenizer.encode(text, add_special_tokens=self._plain and fresh)
 
     def _text(self, messages: list[Message], *, fresh: bool) -> str:
-        """The text after the last answer; all of it if nothing is cached."""
+        """Return the text after the last answer; all of it if nothing is cached."""
         answered = _answered(messages)
         if self._plain and not fresh:
             return "\n".join(["", *(m["content"] for m in messages[answered:])])
@@ -183,14 +181,14 @@ class Dialogue:
 
 
 def find_template(tokenizer: Any, name: str | None) -> str | None:
-    """A chat template: that of a file, or by default the model's; None for none."""
+    """Return the chat template of a file, by default the model's; None for none."""
     if name == PLAIN:
         return None
     return tokenizer.chat_template if name is None else read_text("chat_template", name)
 
 
 def rate(run: "Run", before: str = ", ") -> str:
-    """The speed of decoding after the first step, which may compile; empty without others."""
+    """Return the decoding speed after the first step, which may compile; empty without any."""
     stats = run.stats()
     if max(map(len, run.new_tokens)) <= 2 or not stats.decode_seconds:
         return ""
@@ -198,11 +196,11 @@ def rate(run: "Run", before: str = ", ") -> str:
 
 
 def _system(messages: list[Message]) -> list[Message]:
-    """The messages before the first turn."""
+    """Return the messages before the first turn."""
     return [message for message in messages[:1] if message["role"] == "system"]
 
 
 def _answered(messages: list[Message]) -> int:
-    """How many messages there are up to the last answer."""
+    """Return the number of messages up to the last answer."""
     roles = [message["role"] for message in messages]
     return len(roles) - roles[::-1].index("assistant") if "assistant" in roles else 0

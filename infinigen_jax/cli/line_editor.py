@@ -1,4 +1,4 @@
-"""Lines that a person types or pastes, and lines of a file or pipe."""
+"""Input lines: typed or pasted by a person, or read from a file or pipe."""
 
 import importlib.util
 import sys
@@ -33,7 +33,7 @@ def _editor() -> Callable[[], str | None]:
     def _(event: Any) -> None:
         event.current_buffer.insert_text("\n")
 
-    # stdout is for the answers.
+    # Only answers go to stdout.
     session: PromptSession[str] = PromptSession(
         key_bindings=keys, output=create_output(stdout=sys.stderr), enable_open_in_editor=True
     )
@@ -44,7 +44,7 @@ def _editor() -> Callable[[], str | None]:
                 return session.prompt(PROMPT, prompt_continuation=". ")
             except EOFError:
                 return None
-            except KeyboardInterrupt:  # drops what is typed; on an empty line, ends
+            except KeyboardInterrupt:  # drops the typed text; ends on an empty line
                 if not session.default_buffer.text:
                     return None
 
@@ -52,7 +52,7 @@ def _editor() -> Callable[[], str | None]:
 
 
 def _plain_line() -> str | None:
-    """The next line of stdin. Ctrl-C while it is waited for ends the input, too."""
+    """Return the next line of stdin, None at the end or after Ctrl-C."""
     if sys.stdin.isatty():
         sys.stderr.write(PROMPT)
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Options that command lines share: which policy, and how the engine runs it.
+"""Options that command lines share: the policy and the engine's settings.
 
 An option of a setting is made from the setting's own declaration (`settings.setting`). Nothing here
 imports JAX before it is needed, so that a bad option is reported immediately.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from infinigen_jax.policies import Policy
 
 DEFAULT_MODEL = "books-llama"
-# `loading.EMBEDDED` comes with JAX.
+# `loading.EMBEDDED` would import JAX.
 MODEL_HELP = (
     "converted or Hugging Face folder, .gguf file, model on the hub (org/name), or an embedded "
     f"model: {DEFAULT_MODEL} (default), tiny-llama or tiny-opt"
@@ -48,7 +48,7 @@ def add_model_options(add: Callable[..., Any]) -> None:
 
 
 def load_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `load` that options decide."""
+    """Return the arguments of `load` that options determine."""
     return {
         "dtype": arguments.dtype,
         "weights": arguments.weights or "device",
@@ -58,11 +58,7 @@ def load_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_settings(group: Any, kind: Any, names: Iterable[str], *, several: bool = False) -> None:
-    """Add options for settings; an option that is not given is None.
-
-    Args:
-        several: settings in SEVERAL take one or several values, and are lists then.
-    """
+    """Add options for settings, None if not given; with `several`, those in SEVERAL are lists."""
     for name in names:
         option, default = options_of(kind)[name], defaults_of(kind)[name]
         many = several and name in SEVERAL
@@ -79,13 +75,13 @@ def add_settings(group: Any, kind: Any, names: Iterable[str], *, several: bool =
 
 
 def given(arguments: argparse.Namespace, names: Iterable[str], prefix: str = "") -> dict[str, Any]:
-    """The settings of these names whose options were given."""
+    """Return the settings of these names whose options were given."""
     values = {name: getattr(arguments, prefix + name, None) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def add_sampling_options(group: Any, experts: Any) -> None:
-    """Add the options of `Sampling`, those that few need to another group."""
+    """Add the options of `Sampling`; rarely needed ones go to `experts`."""
     common = [name for name in options_of(Sampling) if name not in SAMPLING_EXPERTS]
     add_settings(group, Sampling, common)
     add_settings(experts, Sampling, SAMPLING_EXPERTS)
@@ -101,8 +97,7 @@ def add_engine_options(
     """Add the options that `make_policy` and `make_engine` read.
 
     Args:
-        several: the policy and settings in SEVERAL take one or several values, and are lists then;
-            see `evaluation.configurations`.
+        several: the policy and settings in SEVERAL are lists, see `evaluation.configurations`.
         pool: whether the host's cache may have a limit.
     """
     group = parser.add_argument_group("policy: which cached rows are fetched")
@@ -134,7 +129,7 @@ def add_engine_options(
 
 
 def make_policy(arguments: argparse.Namespace) -> "Policy":
-    """The policy of that name, with the options that were given; all of them single values."""
+    """Return the policy with the options that were given, all of them single values."""
     kind, named = read_policy(arguments.policy)
     try:
         policy = kind(**named)
@@ -149,21 +144,19 @@ def make_policy(arguments: argparse.Namespace) -> "Policy":
 
 
 def _chosen(kind: Any, named: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
-    """The given options that apply: the policy has the setting, and its name does not give it."""
+    """Return the given options that the policy has and its name does not set."""
     names = {field.name for field in dataclasses.fields(kind)} - named.keys()
     return {name: v for name, v in given(arguments, POLICY_OPTIONS).items() if name in names}
 
 
 def policy_settings(policy: "Policy") -> dict[str, Any]:
-    """The settings of a policy, ready for JSON, which has no infinity."""
+    """Return the settings of a policy, ready for JSON, which has no infinity."""
     settings = dataclasses.asdict(policy)  # pyright: ignore[reportArgumentType]
     return {name: "inf" if x == float("inf") else x for name, x in settings.items()}
 
 
 def unused_options(arguments: argparse.Namespace) -> list[str]:
-    """A line for each given option that no chosen policy takes: the policy has no such setting, or
-    its value follows the policy's name; see `make_policy`.
-    """
+    """Return a line for each given option that no chosen policy takes, see `make_policy`."""
     several = isinstance(arguments.policy, list)
     names = arguments.policy if several else [arguments.policy]
     taken: set[str] = set()
@@ -177,9 +170,7 @@ def unused_options(arguments: argparse.Namespace) -> list[str]:
 
 
 def options_without_effect(arguments: argparse.Namespace, engine: "Engine") -> list[str]:
-    """A line for each setting of the policy that an engine replaces by another value, because the
-    model, the device or another setting leaves the given one no meaning.
-    """
+    """Return a line for each setting of the policy that the engine replaces as meaningless."""
     kind, named = read_policy(arguments.policy)
     policy = engine.decoder.policy
     lines = [
@@ -199,9 +190,9 @@ def options_without_effect(arguments: argparse.Namespace, engine: "Engine") -> l
 
 
 def read_policy(text: str) -> tuple[Any, dict[str, Any]]:
-    """A policy's class, and the settings that follow its name: "quest:page=8,window=64".
+    """Return a policy's class and the settings after its name: "quest:page=8,window=64".
 
-    The name of a class has a colon of its own: "package.module:MyPolicy:page=8".
+    The name of a class contains a colon: "package.module:MyPolicy:page=8".
     """
     from infinigen_jax.policies import POLICIES, find_policy
 
@@ -223,13 +214,12 @@ def read_policy(text: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _kind(field: dataclasses.Field[Any]) -> Any:
-    """The type of a setting that text can give; None for others."""
+    """Return the type of a setting that text can give; None for others."""
     name = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", "")
     return {"bool": bool, "int": int, "float": float, "str": str}.get(name)
 
 
 def _value(text: str, value: str, kind: Any) -> Any:
-    """A setting's value, of the kind that the policy declares."""
     try:
         return {"true": True, "false": False}[value] if kind is bool else kind(value)
     except (KeyError, ValueError):
@@ -238,7 +228,7 @@ def _value(text: str, value: str, kind: Any) -> Any:
 
 
 def make_pool(arguments: argparse.Namespace) -> Pool | None:
-    """The limit of the host's cache, if there is to be one; its options are single values."""
+    """Return the limit of the host cache, None without one; its options are single values."""
     others = given(arguments, POOL_OPTIONS, "pool_")
     limit = others.pop("tokens", None)
     if limit is None and others:
@@ -250,7 +240,7 @@ def make_pool(arguments: argparse.Namespace) -> Pool | None:
 def make_engine(
     model: "Model", policy: "Policy", arguments: argparse.Namespace, **settings: Any
 ) -> "Engine":
-    """An engine with the options of `add_engine_options`; `settings` go to it as they are."""
+    """Return an engine with the options of `add_engine_options` and further `settings`."""
     from infinigen_jax.engine.engine import Engine
 
     chosen = given(arguments, options_of(EngineOptions))
@@ -258,7 +248,7 @@ def make_engine(
 
 
 def load_engine(arguments: argparse.Namespace, say: Messages) -> "Engine":
-    """Return the engine that the options ask for; `say` gets the options that have no effect."""
+    """Return the engine of the options; `say` reports the options without effect."""
     if arguments.quiet:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     with say.working(f"loading {arguments.model or DEFAULT_MODEL}"):

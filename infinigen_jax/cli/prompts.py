@@ -1,4 +1,4 @@
-"""Prompts of the command line: where they come from, and what the model is given of them."""
+"""Prompts of the command line: their sources, and the tokens that the model reads."""
 
 import argparse
 import contextlib
@@ -27,7 +27,7 @@ class Prepared(NamedTuple):
 
     Attributes:
         shared: number of leading tokens that all share, to be read once.
-        continues: whether texts continue their prompts, rather than answer them.
+        continues: whether texts continue their prompts rather than answer them.
     """
 
     tokens: list[list[int]]
@@ -39,7 +39,7 @@ class Prepared(NamedTuple):
 def prepare_prompts(
     engine: "Engine", arguments: argparse.Namespace, prompts: list[str], prefix: str
 ) -> Prepared:
-    """The prompts as they are, or as messages of a user if the model has a chat template."""
+    """Return the prompts as they are, or as user messages if the model has a chat template."""
     template = None
     if not arguments.raw and engine.model.tokenizer is not None:
         template = find_template(engine.model.tokenizer, arguments.chat_template)
@@ -76,10 +76,7 @@ def fitting(most: int, prompts: list[list[int]], config: "ModelConfig") -> int:
 
 
 def read_prompts(arguments: argparse.Namespace, say: Messages) -> list[str]:
-    """The prompts of --prompt and --prompt-file, else of stdin, else the default one.
-
-    A chat reads stdin itself, and has no default.
-    """
+    """Return --prompt and --prompt-file, else stdin or the default; a chat reads stdin itself."""
     prompts = list(arguments.prompt or [])
     if arguments.prompt_file is not None:
         prompts.append(read_text("prompt_file", arguments.prompt_file))
@@ -89,10 +86,7 @@ def read_prompts(arguments: argparse.Namespace, say: Messages) -> list[str]:
 
 
 def read_stdin(say: Messages) -> str:
-    """The text that is piped into the command, without the line break at its end.
-
-    Empty at a terminal, and where nothing can be read.
-    """
+    """Return piped text without its last line break; empty at a terminal or if stdin fails."""
     with contextlib.suppress(OSError), say.working("reading the prompt from stdin"):
         if not sys.stdin.isatty():
             try:
@@ -103,7 +97,7 @@ def read_stdin(say: Messages) -> str:
 
 
 def read_prefix(arguments: argparse.Namespace) -> str:
-    """The text of --prefix or --prefix-file, empty without them."""
+    """Return the text of --prefix or --prefix-file; empty without them."""
     if arguments.prefix is not None and arguments.prefix_file is not None:
         raise ParameterError("prefix", "not with `prefix_file`; leave one of them out")
     if arguments.prefix == "":

@@ -9,7 +9,7 @@ from infinigen_jax.messages import Messages
 
 
 def build_parser() -> Parser:
-    """The options; choices are spelled out so that --help needs no heavy import."""
+    """Return the parser; choices are spelled out, so that --help needs no heavy import."""
     parser = Parser(
         prog="python -m infinigen_jax.convert", description="Convert a model for InfiniGen."
     )

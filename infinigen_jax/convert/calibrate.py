@@ -3,7 +3,7 @@
 Memory holds the hidden states of the text and one layer's weights. The query correction and the
 loss measurement also need the hidden state that the query is computed from, of one layer, and the
 input, queries, keys and values of another. All arithmetic is float32 with full-precision products,
-whatever the checkpoint's dtype.
+for every dtype of the checkpoint.
 """
 
 import concurrent.futures
@@ -92,15 +92,10 @@ def windows(
 
 
 class Calibrator:
-    """Propagates the text's hidden states from layer to layer.
+    """Propagation of a text's hidden states from layer to layer.
 
-    Attributes:
-        blocks: block moments of the layer that `layer` ran last, extended to all positions.
-
-    Args:
-        embedding: the embedding's parameters, float32.
-        speculate_from: hidden state that the next layer's query is computed from, one of
-            `settings.policy.SOURCES`.
+    The next layer's query is computed from `speculate_from`, one of `settings.policy.SOURCES`.
+    `blocks` has the block moments of the layer that `layer` ran last, extended to all positions.
     """
 
     def __init__(
@@ -125,10 +120,7 @@ class Calibrator:
         self._hidden = architecture.embedding(embedding).embed(jnp.asarray(tokens.ids), positions)
 
     def layer(self, params: Params) -> Moments:
-        """Run the next layer with these float32 parameters; return its query and key moments.
-
-        The moments are extended to all positions of the model.
-        """
+        """Run the next layer, in float32; return its query and key moments for all positions."""
         with jax.default_matmul_precision("highest"):  # GPUs would round products to TF32
             step = _step(self._config, self._source, self._config.window_of(self._layers_done))
             self._hidden, sums, self._seen = step(params, self._hidden, self._valid)
@@ -143,7 +135,7 @@ class Calibrator:
         else:
             self._stand_ins = (stand_in,)
         self._before = source, attention_input
-        # Summed over windows on the host, in float64.
+        # Sum over windows on the host, in float64.
         query_gram, key_gram, key_sum, *blocks = (
             np.asarray(s, np.float64).sum(axis=0) for s in sums
         )
@@ -160,11 +152,9 @@ class Calibrator:
     def ahead(self, params: Params) -> tuple[Params, GuessMoments]:
         """Fit the query of the layer that `layer` ran last to the previous layer's hidden state.
 
-        The first layer speculates from its own input, so its query is the true one.
-
-        Returns:
-            The corrected projection {"weight", "bias"}, float32, and the moments of its queries,
-            scaled, rotated and extended to all positions as in `layer`.
+        The first layer speculates from its own input, so its query is the true one. Return the
+        corrected projection {"weight", "bias"}, float32, and the moments of its queries, scaled,
+        rotated and extended to all positions as in `layer`.
         """
         valid, query = np.asarray(self._valid), params["q"]
         target, queries = (np.asarray(self._seen[i])[valid] for i in (0, 3))
@@ -186,11 +176,10 @@ class Calibrator:
     def loss(self, params: Params) -> Float[np.ndarray, "n m"]:
         """Return the relative error of sparse attention in the layer that `layer` ran last.
 
-        Returns:
-            Axis 0: rows selected by the true queries; by the queries speculated one layer earlier,
-            corrected if `ahead` was called; and, if those come from "resident", by queries from
-            the layer's input. Axis 1: each of the m `loss.BUDGETS`. NaN if no window is long
-            enough. See `convert.loss`.
+        Axis 0: rows selected by the true queries; by the queries speculated one layer earlier,
+        corrected if `ahead` was called; and, if those come from "resident", by queries from the
+        layer's input. Axis 1: each of the m `loss.BUDGETS`. NaN if no window is long enough. See
+        `convert.loss`.
         """
         guesses, self._guesses = self._guesses, ()
         guesses = guesses or (self._guess(params, params["q"], self._stand_ins[0]),)
@@ -225,7 +214,6 @@ class Calibrator:
 def _normed(
     config: ModelConfig, params: Params, hidden: Float[Array, "w s e"]
 ) -> Float[Array, "w s e"]:
-    """Return hidden states after a layer's pre-attention norm."""
     return blueprint(config, jnp.float32).layer(params).attention_input(hidden)
 
 
@@ -245,13 +233,10 @@ def _projected(
 def _step(config: ModelConfig, source: str, sliding: int | None) -> Callable[..., Any]:
     """Compile the pass of one layer over all windows, once for all layers of a kind.
 
-    It returns the hidden states, the sums of the moments, and what `Calibrator` keeps: the layer's
-    attention input, the substitute for the next layer's input, the hidden states into the layer,
-    queries, keys and values.
-
-    Args:
-        source: the substitute, one of `settings.policy.SOURCES`.
-        sliding: the layer's sliding window, in tokens, if it has one.
+    It returns the hidden states, the sums of the moments, and the arrays that `Calibrator` keeps:
+    the layer's attention input, the substitute for the next layer's input, the hidden states into
+    the layer, queries, keys and values. The substitute is `source`, one of
+    `settings.policy.SOURCES`.
     """
     architecture = blueprint(config, jnp.float32)
     attend = functools.partial(causal_attention, cap=config.attention_softcap)

@@ -4,9 +4,9 @@ Some layers attend so evenly that no few rows represent all of them: the first t
 the first of LLaMA. A few sentences show it. With the rows of highest weight and the block means of
 the others, the hidden state after attention is 4 to 10 % off in those layers, and at most 2 % in
 others. `Model.dense_layers` keeps those layers on the device in full. The measurement takes half of
-`InfiniGen`'s budget, exact scores and plain block means. It includes neither the error of a partial
-index nor the gain of predicted values (`speculation.tail`). Errors at other budgets serve to divide
-a budget among the layers (`speculation.layer_budgets`).
+`InfiniGen`'s budget, exact scores and plain block means. It excludes the error of a partial index
+and the gain of predicted values (`speculation.tail`). `speculation.layer_budgets` divides a budget
+among the layers by the errors at other budgets.
 """
 
 import functools
@@ -40,15 +40,9 @@ def squared_errors(
 ) -> tuple[Float[Array, " w"], Float[Array, "w n m"]]:
     """Return squared norms of the hidden state after attention, and of its sparse errors.
 
-    Args:
-        params: the layer's parameters, float32.
-        queries: true queries, scaled and rotated.
-        guesses: n - 1 sets of speculated queries, scaled and rotated.
-
-    Returns:
-        For each window the squared norm, and the squared error with rows selected by the true
-        queries and by each of the guesses, at each of the m BUDGETS. 0 for a window shorter than
-        SHORTEST.
+    For each window: the squared norm, and the squared errors with rows selected by the true queries
+    and by n - 1 sets of speculated `guesses`, all scaled and rotated, at each of the m BUDGETS. 0
+    for a window shorter than SHORTEST.
     """
     layer, cap = blueprint(config, jnp.float32).layer(params), config.attention_softcap
 
@@ -82,7 +76,7 @@ def _attended(
     """Return full attention of the first chooser, then its sparse attention.
 
     Sparse attention reads the rows that one of the c choosers selects, at each of the b BUDGETS,
-    and block means of the others. KV heads come first, as the products are computed by KV head.
+    and block means of the others. KV heads come first, because products are computed by KV head.
     """
     place = jnp.arange(len(keys), dtype=jnp.int32)
     distance = at[:, None] - place[None]

@@ -92,8 +92,8 @@ def convert(
         force: replace an earlier conversion at the destination once the new one is complete.
         revision: branch, tag or commit of a model on the hub.
         sidecar: leave out weights that the conversion does not change, for a caller that has the
-            source. By default they are hard links to the source's files, or copies where a link or
-            the weights as they are will not do.
+            source. By default they are hard links to the source's files, or copies if links are
+            impossible or the dtype or the format changes.
         progress: called with the number of converted layers and the number of all layers.
 
     Returns:
@@ -156,7 +156,7 @@ def convert(
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Callable[[int, int], None]]:
-    """Show a bar with the time left on stderr if it is a terminal; yields `convert`'s progress."""
+    """Show a bar with the time left on stderr if it is a terminal; yield `convert`'s progress."""
     with tqdm(desc="converting", unit="layer", leave=False, disable=None, delay=0.1) as bar:
 
         def progress(done: int, total: int) -> None:
@@ -195,10 +195,8 @@ class _Job:
     ) -> dict[str, Any]:
         """Run all layers and write weights; return the files' manifest records.
 
-        With skew balanced, the corrected query projections are written into AHEAD_FILE.
-
-        Args:
-            whole: whether to stream the model's own weights into `model.safetensors`.
+        With `whole`, the model's own weights are streamed into `model.safetensors`. With skew
+        balanced, the corrected query projections are written into AHEAD_FILE.
         """
         layout = {spec.name: (self.dtype, spec.shape) for spec in self.specs.flat()}
         with contextlib.ExitStack() as stack:
@@ -275,11 +273,7 @@ class _Job:
         return Calibrator(self.config, tokens, params, self.source)
 
     def _calibrate(self, calibrator: Calibrator | None, number: int) -> Any:
-        """Run a layer and keep its statistics.
-
-        Returns:
-            The basis to absorb into its weights, or the corrected query projection to write.
-        """
+        """Run a layer, keep its statistics; return a basis to absorb or a projection to write."""
         if calibrator is None:
             return None
         specs = self.specs.layers[number]

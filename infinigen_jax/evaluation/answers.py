@@ -38,7 +38,6 @@ def answer(
             a text are ignored.
         batch: batch size. The last batch repeats prompts to fill up, so that one compilation
             serves all.
-        advance: called with the number of prompts answered since the last call.
 
     Returns:
         The new tokens, int32, with -1 after the end of a text; and the traffic.

@@ -25,12 +25,7 @@ LISTS = ("policy", *POLICY_OPTIONS, "rows", "pool_tokens", "pool_eviction")
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
-    """One line of a result.
-
-    Attributes:
-        rows: format of the host's rows, see `cache.row_format.row_format`.
-        options: options of the command line, with list options reduced to this line's values.
-    """
+    """Line of a result; `options` have single values, this line's, in place of lists."""
 
     policy: "Policy"
     rows: str

@@ -21,8 +21,7 @@ class Item:
     """A needle in a haystack.
 
     Attributes:
-        context: first part of the prompt, up to the question.
-        question: second part of the prompt; the generated answer follows.
+        context, question: parts of the prompt; the generated answer follows.
         depth: position of the needle in the context, 0 to 1.
         length: tokens that the item was made for, including the answer.
         number: number of the needle; items with the same one differ only in length and depth.
@@ -54,9 +53,8 @@ def make_items(
 
     Args:
         filler: sentences of the texts, taken cyclically from a random start; None for other
-            numbers, each with a word of its own.
-        frame: what a chat template puts before the text and after the question. The beginning of
-            the answer follows.
+            numbers, each with a different word.
+        frame: text of a chat template before the context and after the question.
     """
     return [
         _fitted(number, seed, depth, length, filler, tokens, frame)
@@ -114,7 +112,7 @@ def _fitted(
 
 
 def _fact(rng: random.Random) -> tuple[str, str]:
-    """Return what a number is for, and the number."""
+    """Return the topic of a number, and the number."""
     word = "".join(rng.choice("bdfgklmnprstv") + rng.choice("aeiou") for _ in range(3))
     return f"the special magic number for {word}", str(rng.randrange(10**6, 10**7))
 

@@ -36,7 +36,6 @@ def likelihoods(
         asked: contexts and texts of at least one token. A context too long for the model's
             positions loses its first tokens.
         batch: batch size. An incomplete batch repeats continuations to fill up.
-        advance: called with the number of continuations scored since the last call.
 
     Returns:
         [n, 2] float64, the natural log-likelihood, and 1 if every token of the text is the most

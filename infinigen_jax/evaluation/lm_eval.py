@@ -11,8 +11,8 @@ or its own command line. Releases of the harness after 0.4.13 know this model by
 
 For 0.4.13, `python -m infinigen_jax.evaluation.lm_eval` takes the place of `lm_eval`.
 
-Likelihoods are those of `likelihood`, and texts those of `answers`: every token that counts is made
-by a decode step. Greedy only.
+Likelihoods are those of `likelihood`, and texts those of `answers`: decode steps make every token
+that counts. Generation is greedy.
 """
 
 import dataclasses
@@ -35,19 +35,18 @@ from infinigen_jax.evaluation.texts import beginning, prefixed, split_context
 if TYPE_CHECKING:
     from infinigen_jax.engine.engine import Engine
 
-MAX_NEW_TOKENS = 256  # unless a task says
+MAX_NEW_TOKENS = 256  # unless a task sets it
 
 
 @register_model("infinigen-jax")
 class InfiniGenLM(LM):
-    """See the module's docstring.
+    """Model of the lm-evaluation-harness, see the module.
 
     Args:
-        engine: that generates; made from `options` if there is none.
-        batch_size: requests decoded together.
+        engine: engine to use; None to make one from `options`.
         options: model, policy, budget, ... as the options of `python -m infinigen_jax.generate` of
             those names, and settings of the policy that have no option (a comma would end the
-            policy's name); what the harness adds and does not apply (device) is ignored.
+            policy's name); arguments of the harness that do not apply (device) are ignored.
 
     Attributes:
         traffic: rows and bytes moved by all requests so far.
@@ -80,7 +79,7 @@ class InfiniGenLM(LM):
         return type(self.engine.model.tokenizer).__name__
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Any]:
-        """For each (context, continuation) its natural log-likelihood, and whether it is greedy."""
+        """Return the natural log-likelihood of each continuation, and whether it is greedy."""
         tokenizer = self.engine.model.tokenizer
         asked = []
         for request in requests:
@@ -93,7 +92,7 @@ class InfiniGenLM(LM):
         return found
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """The natural log-likelihood of each whole text, in windows of the model's positions."""
+        """Return the natural log-likelihood of each text, in windows of the model's positions."""
         asked, owners = [], []
         for number, request in enumerate(requests):
             tokens = self.engine.model.tokenizer.encode(request.args[0], add_special_tokens=False)
@@ -109,7 +108,7 @@ class InfiniGenLM(LM):
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Greedy text after each context, up to one of its stop strings."""
+        """Return the greedy text after each context, up to one of its stop strings."""
         texts = [""] * len(requests)
         sizes = [self._settings(request)[1] for request in requests]
         tokenizer = self.engine.model.tokenizer
@@ -138,7 +137,7 @@ class InfiniGenLM(LM):
         return scores
 
     def _settings(self, request: Any) -> tuple[list[str], int]:
-        """Stop strings, and tokens to generate."""
+        """Return a request's stop strings, and the number of tokens to generate."""
         settings = dict(request.args[1])
         stops = settings.get("until") or []
         if settings.get("do_sample") and settings.get("temperature", 1.0) > 0:
@@ -176,7 +175,7 @@ def _engine(options: dict[str, Any]) -> "Engine":
 
 
 def main() -> int:
-    """The harness's command line, where the model `infinigen-jax` is known."""
+    """Run the harness's command line with the model `infinigen-jax` registered."""
     from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
 
     from infinigen_jax.errors import run_command

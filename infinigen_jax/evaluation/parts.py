@@ -17,12 +17,7 @@ from infinigen_jax.files.atomic import whole_file
 
 
 class Measurement(NamedTuple):
-    """Measurement of one configuration.
-
-    Attributes:
-        arrays: raw numbers, from which statistics are computed.
-        values: entries of the result.
-    """
+    """Raw arrays of a configuration, the basis of statistics, and entries of the result."""
 
     arrays: dict[str, np.ndarray]
     values: dict[str, Any]

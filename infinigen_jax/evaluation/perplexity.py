@@ -51,13 +51,9 @@ def measured_lines(session: Session) -> list[dict[str, Any]]:
 
 
 class Scoring:
-    """Measurement of one engine after another, each compared with the first.
+    """Measurement of one engine after another, each compared with the first, the `reference`.
 
-    Args:
-        settings: context, chunk, batch; `likeliest` if there is something to compare with.
-
-    Attributes:
-        reference: arrays of the full cache, once measured.
+    `settings` are context, chunk and batch, and `likeliest` if there is something to compare with.
     """
 
     def __init__(self, windows: np.ndarray, settings: dict[str, int]):
@@ -66,7 +62,6 @@ class Scoring:
         self.reference: dict[str, np.ndarray] | None = None
 
     def __call__(self, engine: "Engine", advance: Callable[[int], object]) -> Measurement:
-        """Return the arrays of one engine."""
         from infinigen_jax.evaluation.scoring import score_windows
 
         context, batch, reference = self.settings["context"], self.settings["batch"], self.reference

@@ -65,9 +65,6 @@ def study_windows(
 ) -> tuple[dict[str, np.ndarray], "Traffic"]:
     """Study the steps over all tokens after the context of some windows.
 
-    Args:
-        advance: called with the number of tokens decoded since the last call.
-
     Returns:
         Means of MEANS and sums of COUNTS for each window and chunk, [w, l, heads, chunks] float64,
         with heads 1 for errors of a whole layer; `layers` [l], the layers in which the policy
@@ -155,12 +152,7 @@ def summary(arrays: dict[str, np.ndarray], settings: dict[str, Any]) -> dict[str
 
 
 def _part(arrays: dict[str, np.ndarray], tokens: np.ndarray, at: Any = ...) -> dict[str, Any]:
-    """Return means over windows, layers, heads and chunks; ratios are ratios of means.
-
-    Args:
-        tokens: tokens of each chunk.
-        at: index of a part of the arrays.
-    """
+    """Return means of a part `at` over windows, layers, heads and chunks; ratios are of means."""
     if not arrays["mass"].shape[1]:  # no layer selects rows: everything is attended
         all_of_it = dict.fromkeys(("top_k_recall", "mass", "oracle_mass", "of_oracle"), 1.0)
         return all_of_it | {"mass_standard_error": None, "error": 0.0, "oracle_error": 0.0}

@@ -19,8 +19,7 @@ PACKAGES = ("infinigen-jax", "jax", "jaxlib", "flax", "numpy", "transformers")
 def provenance(model: "Model", folder: str | Path) -> dict[str, Any]:
     """Return model, versions, device and date, ready for JSON; file names without folders.
 
-    Args:
-        folder: folder that the model was loaded from; its conversion may lie elsewhere.
+    The model was loaded from `folder`; its conversion may lie elsewhere.
     """
     import jax
 
@@ -95,11 +94,7 @@ def _cell(value: Any) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
-    """Format a Markdown table that is also aligned in a terminal.
-
-    Args:
-        text_columns: number of leading columns to align left; the others are aligned right.
-    """
+    """Format a Markdown table, aligned for terminals; its first `text_columns` are left-aligned."""
     columns = list(zip(head, *rows, strict=True))
     widths = [max(3, *map(len, column)) for column in columns]
 

@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
 
 
 def chat_frame(tokenizer: Any) -> tuple[str, str]:
-    """Return what a chat template puts around a user's message, empty without a template."""
+    """Return the text of a chat template around a user's message, empty without a template."""
     if tokenizer.chat_template is None:
         return "", ""
     mark = secrets.token_hex(16)

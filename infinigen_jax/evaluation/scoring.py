@@ -45,7 +45,7 @@ class Scores(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Traffic: sums over the scored tokens of some windows; sizes are of one batch.
+    """Sums over the scored tokens of some windows; sizes are of one batch.
 
     Attributes:
         selected, fetched: rows over cached rows for each token, see `engine.stats`.
@@ -87,7 +87,6 @@ def score_windows(
         context: c, tokens of a window that are not scored; at least 2.
         batch: batch size. The last batch repeats windows to fill up, so that one compilation
             serves all.
-        advance: called with the number of tokens scored since the last call.
         asked: further tokens whose log-probabilities to return: a number of most likely ones at
             each position, or these m; t = n - c.
 
@@ -116,10 +115,9 @@ def score_run(
     asked: int | Int[np.ndarray, "b t m"] = 0,
     advance: Callable[[int], object] = lambda tokens: None,
 ) -> Scores:
-    """Decode tokens after the prompts, and score each next one; arguments as in `score_windows`.
+    """Decode tokens after the prompts and score each next one, in the first `kept` sequences.
 
-    Args:
-        kept: number of sequences to return; the others fill the batch.
+    Other arguments are those of `score_windows`; the other sequences fill the batch.
     """
     read, waiting = [], []
     for step in range(tokens.shape[1] - 1):
@@ -140,7 +138,7 @@ def score_run(
 
 @functools.partial(jax.jit, static_argnames="count")
 def _likeliest(log_probs: Float[Array, "b v"], count: int) -> Int[Array, "b n"]:
-    """Return the most likely tokens, all of them if fewer than `number` exist."""
+    """Return the most likely tokens, all of them if fewer than `count` exist."""
     return jax.lax.top_k(log_probs, min(count, log_probs.shape[1]))[1]
 
 
@@ -148,7 +146,6 @@ def _likeliest(log_probs: Float[Array, "b v"], count: int) -> Int[Array, "b n"]:
 def _chosen(
     log_probs: Float[Array, "b v"], targets: Int[Array, " b"], tokens: Int[Array, "b n"]
 ) -> tuple[Float[Array, " b"], Float[Array, "b n"]]:
-    """Return the log-probabilities of the targets and of the other tokens."""
     both = jnp.concatenate([targets[:, None], tokens], axis=1)
     log_probs_of_both = jnp.take_along_axis(log_probs, both, axis=1)
     return log_probs_of_both[:, 0], log_probs_of_both[:, 1:]

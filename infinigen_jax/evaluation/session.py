@@ -34,16 +34,13 @@ if TYPE_CHECKING:
     from infinigen_jax.evaluation.scoring import Traffic
     from infinigen_jax.loading.load import Model
 
-# Measures a configuration, given its engine and a function to call with the work done.
+# Measurement of a configuration, given its engine and `advance`, a function to call with the
+# number of items done since the last call.
 Measure = Callable[["Engine", Callable[[int], object]], Measurement]
 
 
 def add_common_options(parser: argparse.ArgumentParser, batch: int, of: str) -> None:
-    """Add the options of every sub-command: model, configurations, results.
-
-    Args:
-        of: name of a batch's elements.
-    """
+    """Add the options of every sub-command; `of` names the elements of a batch."""
     add = parser.add_argument
     add_model_options(add)
     add(
@@ -65,11 +62,10 @@ def add_common_options(parser: argparse.ArgumentParser, batch: int, of: str) -> 
 
 @dataclasses.dataclass
 class Session:
-    """One run of a sub-command.
+    """Run of a sub-command.
 
-    Attributes:
-        chosen: configurations; the full cache is first, unless --no-reference is given.
-        record: contents of the result file so far.
+    The full cache is the first configuration, unless --no-reference is given. `record` becomes the
+    result file.
     """
 
     arguments: argparse.Namespace
@@ -112,9 +108,6 @@ class Session:
 
         One engine exists at a time. Configurations that have the same effect as an earlier one, on
         this model and device, are skipped, and finished measurements are not repeated.
-
-        Args:
-            total: work of one configuration, for the progress.
         """
         from infinigen_jax.programs.program import environment, is_foreign
 
@@ -196,11 +189,7 @@ TRAFFIC = ["hot hits", "moved/token", "host cache", "index size", "seconds"]
 def result_table(
     lines: list[dict[str, Any]], head: list[str], cells: Callable[[dict[str, Any]], list[str]]
 ) -> str:
-    """Format the table for stdout: names, share of rows, quality, traffic.
-
-    Args:
-        head, cells: headings and cells of the quality columns.
-    """
+    """Format the table for stdout: names, share of rows, quality (`head`, `cells`), traffic."""
     names, of_line = name_columns(lines)
     rows = [
         [

@@ -10,11 +10,7 @@ Nats = Float[np.ndarray, "w t"]
 
 
 class Compared(NamedTuple):
-    """Predictions compared with those of the full cache for the same tokens.
-
-    Attributes:
-        same: 1 where the most likely token is the same, else 0.
-    """
+    """Predictions compared with the full cache's; `same` is 1 for an equal best token, else 0."""
 
     nats: Nats
     divergence: Nats
@@ -22,11 +18,7 @@ class Compared(NamedTuple):
 
 
 def statistics(nats: Nats, compared: Compared | None, context: int, chunk: int) -> dict[str, Any]:
-    """Return perplexity, whole and by position, and its difference from a reference.
-
-    Args:
-        nats: [w, t] scores of the tokens at positions `context` and later of each window.
-    """
+    """Return perplexity, whole and by position from `context`, and its change from a reference."""
 
     def part(start: int, end: int) -> dict[str, Any]:
         part_compared = None if compared is None else Compared(*(x[:, start:end] for x in compared))
@@ -76,13 +68,8 @@ def divergence(
     """Return the Kullback-Leibler divergence from a reference to another distribution, in nats.
 
     The sum is over n tokens and one token that stands for all others. It is at most the divergence
-    over all tokens, and close to it if the reference considers the n tokens likely.
-
-    Args:
-        reference, other: natural log-probabilities of the same n tokens.
-
-    Returns:
-        float64, at least 0, and 0 where the two are equal.
+    over all tokens, and close to it if the reference considers the n tokens likely. The result is
+    float64 and at least 0.
     """
     p, q = (np.exp(x.astype(np.float64)) for x in (reference, other))
     log_ratio = reference.astype(np.float64) - other

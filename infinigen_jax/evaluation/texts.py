@@ -36,12 +36,7 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class TokenizedText:
-    """Tokens of a text.
-
-    Attributes:
-        prefix: special tokens that the tokenizer adds before a prompt, usually one or none.
-        tokens: tokens of the text itself, [t] int32.
-    """
+    """Tokens of a text, and the special tokens that the tokenizer adds before a prompt."""
 
     prefix: tuple[int, ...]
     tokens: Int[np.ndarray, " t"]
@@ -51,11 +46,7 @@ class TokenizedText:
         return len(self.tokens) // (size - len(self.prefix))
 
     def cut(self, size: int, most: int | None = None) -> Int[np.ndarray, "w n"]:
-        """Return windows of `size` tokens in the order of the text, int32, each with the prefix.
-
-        Args:
-            most: maximum number of windows; a longer text is sampled evenly.
-        """
+        """Return windows of `size` tokens, each with the prefix, at most `most`, evenly sampled."""
         available = self.windows(size)
         if not available:
             total = len(self.tokens) + len(self.prefix)
@@ -72,7 +63,7 @@ class TokenizedText:
 
 
 def tokenize(text: Text, tokenizer: Any, vocabulary: int) -> TokenizedText:
-    # Among special tokens at both ends, the prefix is what any text has before it.
+    # The prefix is the special tokens before any text, without those after it.
     plain = tokenizer.encode("a", add_special_tokens=False)
     prefix = prefixed(tokenizer, "a")[: -len(plain)] if plain else []
     tokens = tokenizer.encode(text.content, add_special_tokens=False)
@@ -97,11 +88,7 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def beginning(tokenizer: Any, config: "ModelConfig") -> int:
-    """Return the token before a text without a context.
-
-    It is the beginning-of-sequence token of the tokenizer or the model, else the token that ends
-    the preceding text.
-    """
+    """Return the token before a text without context: beginning of sequence, else end of text."""
     marks = (tokenizer.bos_token_id, config.bos_id, tokenizer.eos_token_id, *config.eos_ids)
     return next((mark for mark in marks if mark is not None), 0)
 
@@ -112,10 +99,8 @@ def split_context(
     """Split a context and a text into the tokens of a prompt and those to score, at least one each.
 
     A token that spans both belongs to the text. Spaces at the end of the context move to the text,
-    because tokenizers join them to the next word.
-
-    Args:
-        first: token to use as the context if that is empty, see `beginning`.
+    because tokenizers join them to the next word. An empty context is replaced by `first`, see
+    `beginning`.
     """
     stripped = context.rstrip(" ")
     whole = prefixed(tokenizer, context + text)

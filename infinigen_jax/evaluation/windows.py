@@ -66,9 +66,7 @@ def window_sizes(arguments: argparse.Namespace, positions: int) -> tuple[int, in
 def load_windows(session: "Session") -> tuple["Model", np.ndarray, dict[str, Any], int]:
     """Load the model and cut the text of a session, and describe both in its record.
 
-    Returns:
-        The model; the windows [w, n] int32; their settings, see `cut_windows`; and the number of
-        tokens to score.
+    Return model, windows [w, n] int32, settings (see `cut_windows`) and number of scored tokens.
     """
     text = Text.read(session.arguments.text)
     model = session.load()

@@ -33,10 +33,8 @@ def locked(lock: Path, wait: bool = True) -> Iterator[None]:
 
     The file is removed while it is locked. A waiting process notices that the file it opened has
     lost its name, and opens the new one (filelock since 3.24.3). After a kill the file stays until
-    the next writer; its mode lets another user be that writer.
-
-    Raises:
-        OSError: the lock file cannot be created, or another process holds it and `wait` is False.
+    the next writer; its mode lets another user be that writer. Raise OSError if the lock file
+    cannot be created, or another process holds it and `wait` is False.
     """
     os.stat(lock.parent)  # filelock would create it
     with FileLock(lock, mode=0o666, blocking=wait):
@@ -51,10 +49,7 @@ def locked(lock: Path, wait: bool = True) -> Iterator[None]:
 def whole_file(destination: Path) -> Iterator[BinaryIO]:
     """Open a file for writing that becomes `destination` if the block ends without an exception.
 
-    An earlier file stays unchanged until then. The folder must exist.
-
-    Raises:
-        OSError: the file cannot be written; nothing of it is left.
+    An earlier file stays unchanged until then, and a failure leaves nothing. The folder must exist.
     """
     with _writing(destination) as partial:
         with open(partial, "xb") as file:
@@ -83,10 +78,8 @@ def staged(destination: Path, check: Callable[[], object] | None = None) -> Iter
     """Create a temporary folder that becomes `destination` if the block ends without an exception.
 
     An earlier folder stays until the new one replaces it. Parents are created. Ctrl-C and SIGTERM
-    inside the block remove the temporary folder, like any failure.
-
-    Args:
-        check: called while the destination is locked; may raise to refuse it.
+    inside the block remove the temporary folder, like any failure. `check` is called while the
+    destination is locked and may raise to refuse it.
     """
     created = [parent for parent in destination.parents if not parent.exists()]
     finished = False

@@ -1,4 +1,4 @@
-"""Reading of files: of a model, regular ones of a bounded size; of the user, texts."""
+"""Reading of files: a model's, regular and of bounded size, and the user's texts."""
 
 import io
 import json
@@ -21,11 +21,10 @@ def expanded(path: str | Path) -> Path:
 
 
 def open_regular(path: Path, most: int | None = None) -> io.BufferedReader:
-    """Open a file for reading; follow links, because Hugging Face's cache consists of links.
+    """Open a regular file for reading; follow links, because Hugging Face's cache consists of them.
 
-    Raises:
-        InputError: names the file if it is missing, unreadable, too large, or a pipe, device,
-            socket or folder, which could block forever.
+    Raise InputError if it is missing, unreadable or too large, or a pipe or device that could
+    block.
     """
     try:
         # Check the type before opening, which some devices take for a command. The type may change
@@ -62,11 +61,7 @@ def read_json(path: Path, remedy: str = "download it again") -> dict[str, Any]:
 
 
 def read_text(parameter: str, name: str | Path, most: int = -1) -> str:
-    """Read the text file that a parameter names, with "\\n" as its line breaks.
-
-    Args:
-        most: maximum number of characters to read; by default all.
-    """
+    """Read at most `most` characters of a parameter's text file, with "\\n" as line breaks."""
     path = expanded(name)
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:

@@ -19,9 +19,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 def cache_root() -> Path:
     """Return the user's cache folder of this package, which may not exist.
 
-    Raises:
-        OSError: the user has no home folder, as in containers and services, and XDG_CACHE_HOME is
-            not an absolute path.
+    Raise OSError if the user has no home folder, as in containers, and no absolute XDG_CACHE_HOME.
     """
     with contextlib.suppress(RuntimeError):  # newer platformdirs raise it without a home
         root = platformdirs.user_cache_path("infinigen_jax", appauthor=False)
@@ -57,9 +55,9 @@ def prune_programs() -> None:
 def keep_programs() -> None:
     """Configure JAX to keep compiled programs in the user's cache.
 
-    Command lines call it before anything is compiled, where `programs.Program` stores nothing or
-    more is compiled than its programs. A library must not change JAX's configuration. It has no
-    effect if the user has set JAX's variables.
+    Only command lines call it, before anything is compiled; a library must not change JAX's
+    configuration. It serves commands for which `programs.Program` stores too little or nothing. It
+    has no effect if the user has set JAX's variables.
     """
     if "JAX_COMPILATION_CACHE_DIR" in os.environ or (folder := program_folder()) is None:
         return

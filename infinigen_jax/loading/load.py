@@ -121,7 +121,7 @@ class Model:
         return int(np.max(np.flatnonzero(loss > DENSE_LOSS), initial=-1)) + 1
 
     def measured(self, lead: int, source: str) -> bool:
-        """Whether the conversion measured the losses of a policy's `lead` and `source`."""
+        """Return whether the conversion measured the losses of a policy's `lead` and `source`."""
         return lead == 0 or source == self.speculate_from
 
     @property
@@ -235,12 +235,10 @@ def embedded(name: str = EMBEDDED[0]) -> Path:
 def model_folder(
     model: str | Path | None, revision: str | None = None, weights: bool = True
 ) -> Path:
-    """Resolve a model argument to a path; embedded models are known by name.
+    """Resolve a model argument, as of `load`, to a folder or file.
 
-    Args:
-        model: a folder or file; or, if there is none, the name of an embedded model or `org/name`
-            on the hub; None for the first of EMBEDDED.
-        revision, weights: see `checkpoint.hub.fetched`.
+    An embedded model is known by name, unless a file or folder has that name. For `revision` and
+    `weights` see `checkpoint.hub.fetched`.
     """
     name = EMBEDDED[0] if model is None else model
     here = model is not None and Path(name).exists()
@@ -335,7 +333,7 @@ def _load_through_cache(
     def load_cached() -> Model:
         model = _load_converted(destination, form, verify, source)
         with contextlib.suppress(OSError):  # another user's
-            os.utime(destination)  # used last
+            os.utime(destination)  # the time of its last use
         return model
 
     with cache_lock(destination):
@@ -347,7 +345,7 @@ def _load_through_cache(
             except InputError as error:
                 notify(f"the cached conversion is unusable; converting again ({error})")
         else:
-            # Refused now rather than after the conversion.
+            # Refuse a model that does not fit before the conversion.
             check_room(source, blueprint(config, form.dtype, form.weight_dtype), form.weights)
             notify(f"{source} is not converted yet: converting it into {destination}")
         with progress_bar() as progress:

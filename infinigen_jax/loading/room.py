@@ -19,11 +19,7 @@ READERS = 4  # layers read, and dequantised, at a time
 
 
 def check_room(folder: Path, architecture: Blueprint, weights: str) -> int | None:
-    """Refuse a model whose weights do not fit, before reading any.
-
-    Returns:
-        Bytes of the device's memory that remain; None if unknown.
-    """
+    """Refuse weights that do not fit before reading any; return the bytes left, None if unknown."""
     device, layers_on_device = jax.devices()[0], architecture.config.num_layers
     layer = tree_bytes(architecture.layer_shapes)
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 Params = dict[str, Any]
 
-PRE_NORMS = ("attention_norm", "mlp_norm")  # of what attention and MLP read
-POST_NORMS = ("attention_post_norm", "mlp_post_norm")  # of what they add to the residual stream
+PRE_NORMS = ("attention_norm", "mlp_norm")  # of the inputs of attention and MLP
+POST_NORMS = ("attention_post_norm", "mlp_post_norm")  # of their outputs
 HEAD_NORMS = ("q_norm", "k_norm")  # of queries and keys
 
 
@@ -46,21 +46,18 @@ class ModelConfig:
         rope: rotary embedding, or None for learned positions.
         layer_ropes: rotary embedding of each layer, None for no rotation; empty if all have
             `rope`. Their frequencies do not vary.
-        attention_bias, mlp_bias: whether the projections have biases.
-        output_bias: whether the output projection of attention has one with the others.
-        gated: whether the MLP has a gate.
+        output_bias: whether the output projection of attention has a bias if `attention_bias`.
         query_scale: factor on the attention scores; None for the inverse root of the head size.
         query_growth: factor on the logarithm of the number of original contexts before a token,
             with which its query grows.
-        norm_after_rotation: whether queries and keys are normalised after their rotation.
         attention_softcap, logit_softcap: bounds of the attention scores and of the logits, see
             `ops.attention.soft_capped`; None for none.
         norms: names of the norms of a layer, of PRE_NORMS, POST_NORMS and HEAD_NORMS.
         layer_norms: whether norms are of the kind LayerNorm rather than RMSNorm.
         joint_head_norms: whether HEAD_NORMS apply to all heads of a token together.
         float32_norms: whether the scales of norms are float32 in every dtype of the weights.
-        embedding_scale, residual_scale, logit_divisor: factors on embeddings, on what attention
-            and MLP add, and inverse factor on the logits, for families that have them.
+        embedding_scale, residual_scale, logit_divisor: factors on embeddings and on the outputs
+            of attention and MLP, and divisor of the logits.
         sliding_window: number of tokens, itself included, that a token attends to in
             `sliding_layers`.
         eos_ids: tokens that end a generation; may be empty.
@@ -156,11 +153,7 @@ class Blueprint(NamedTuple):
     embedding_shapes: Params
 
     def layer(self, params: Params) -> "Layer":
-        """Return the module of a layer.
-
-        Args:
-            params: in either form of `models.packed`, in full or in small weights.
-        """
+        """Return the module of a layer; `params` are packed or not, in full or in small weights."""
         graph = self.fitted(params).layer_graph
         module: Any = nnx.merge(graph, split(params, self.config.query_width))
         if "qkv" in params:
@@ -171,9 +164,8 @@ class Blueprint(NamedTuple):
     def complete(self, number: int, params: Params) -> Params:
         """Return a layer's parameters in the form of `layer_shapes`.
 
-        Args:
-            params: parameters as a checkpoint stores them: in either form of `models.packed`, and
-                without those that follow from the configuration.
+        A checkpoint's `params` are in either form of `models.packed`, without those that follow
+        from the configuration.
         """
         params = split(params, self.config.query_width)
         if "rotation" not in self.layer_shapes:
@@ -219,11 +211,7 @@ def blueprint(config: ModelConfig, dtype: Any, weight_dtype: str | None = None) 
 
 
 def random_params(config: ModelConfig, dtype: Any) -> Params:
-    """Return random parameters for tests and benchmarks: normal, deviation 1/sqrt(fan in).
-
-    Returns:
-        `{"embedding": {...}, "layers": [{...}, ...]}` with the shapes of `blueprint`.
-    """
+    """Return random parameters, normal with deviation 1/sqrt(fan in), shaped like `blueprint`'s."""
     architecture = blueprint(config, dtype)
     key = jax.random.key(0)
 

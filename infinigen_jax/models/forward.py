@@ -15,11 +15,7 @@ BLOCK = 64
 def forward(
     blueprint: Blueprint, params: Params, tokens: Int[Array, "b s"]
 ) -> Float[Array, "b s v"]:
-    """Return the logits of every position, without a cache. Positions start at 0; no padding.
-
-    Returns:
-        Logits, float32.
-    """
+    """Return float32 logits of every position, without a cache or padding; positions start at 0."""
     config, embedding = blueprint.config, blueprint.embedding(params["embedding"])
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     lengths = jnp.full_like(positions, tokens.shape[1])
@@ -53,7 +49,6 @@ def causal_attention(
         queries: scaled queries; query head h reads KV head h // (h / k).
         window: number of tokens, itself included, that a token attends to; None for all.
         sinks: number of first tokens that every token also attends to.
-        cap: bound of the scores, see `ops.attention.soft_capped`.
     """
     length, heads, size = queries.shape
     block = min(BLOCK, length)

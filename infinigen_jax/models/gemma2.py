@@ -38,11 +38,7 @@ def kinds(hf: Mapping[str, Any], every: int) -> list[str]:
 
 
 def gemma_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> ModelConfig:
-    """Return the configuration of a version of Gemma.
-
-    Args:
-        settings: settings of ModelConfig that the version reads in its own way.
-    """
+    """Return the configuration of a version of Gemma that reads `settings` itself."""
     hf = DEFAULTS | {**hf}
     both = hf.get("use_bidirectional_attention")
     refuse_unless(not both, f"use_bidirectional_attention={both}")

@@ -20,7 +20,7 @@ LARGEST = (1 << 31) - 1  # bounds all other sizes, which index arrays
 
 
 def language_model(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of a language model, also if it is a part of another model."""
+    """Return the configuration of a language model, which may be part of a larger model."""
     kind = str(hf.get("model_type"))
     if kind not in WITH_IMAGES:
         return {"model_type": None, **hf}
@@ -56,9 +56,7 @@ def refuse_sliding_windows(hf: Mapping[str, Any]) -> None:
 def sliding_windows(hf: Mapping[str, Any], window: int | None, first: int = 0) -> dict[str, Any]:
     """Return `sliding_window` and `sliding_layers` of ModelConfig.
 
-    Args:
-        window: the family's reading of `sliding_window`; None without one.
-        first: first layer with the window, if `layer_types` is missing.
+    `window` is None without one. `first` is the first layer with it if `layer_types` is missing.
     """
     kinds = per_layer(hf, "layer_types", lambda i: SLIDING if window and i >= first else FULL)
     strange = [kind for kind in kinds if kind not in (SLIDING, FULL)]
@@ -72,11 +70,7 @@ def sliding_windows(hf: Mapping[str, Any], window: int | None, first: int = 0) -
 
 
 def per_layer(hf: Mapping[str, Any], name: str, default: Callable[[int], Any]) -> list[Any]:
-    """Return a setting of every layer.
-
-    Args:
-        default: function of the layer's number, for a configuration without the list.
-    """
+    """Return a setting of every layer; `default` gives a layer's if the list is missing."""
     count = positive(hf, "num_hidden_layers", most=MOST_LAYERS)
     values = hf.get(name)
     if values is None:
@@ -86,11 +80,7 @@ def per_layer(hf: Mapping[str, Any], name: str, default: Callable[[int], Any]) -
 
 
 def common_settings(hf: Mapping[str, Any], *, mlp: str) -> dict[str, Any]:
-    """Return sizes and special tokens as keyword arguments of ModelConfig.
-
-    Args:
-        mlp: the family's name of the setting for the MLP width.
-    """
+    """Return sizes and special tokens for ModelConfig; `mlp` names the setting of the MLP width."""
     refuse_foreign_features(hf)
     heads = positive(hf, "num_attention_heads")
     hidden = positive(hf, "hidden_size")
@@ -127,11 +117,7 @@ def end_tokens(hf: Mapping[str, Any], vocabulary: int) -> tuple[int, ...]:
 def _token(
     hf: Mapping[str, Any], name: str, vocabulary: int, none: int | None = None
 ) -> int | None:
-    """Read a token id and check that it is in the vocabulary.
-
-    Args:
-        none: id that means "no token" in configurations of older models.
-    """
+    """Read and check a token id; `none` means "no token" in configurations of older models."""
     value = hf.get(name)
     if value is None or (value == none and type(value) is int):
         return None
@@ -145,7 +131,7 @@ def _token(
 def positive(
     hf: Mapping[str, Any], name: str, default: int | None = None, most: int = LARGEST
 ) -> int:
-    """Read a positive whole number; refuse other values, and none unless there is a default."""
+    """Read a positive whole number; refuse other values, and a missing one without default."""
     value = hf.get(name)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:

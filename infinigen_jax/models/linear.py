@@ -31,11 +31,11 @@ def in_full(weights: Params, inputs: int, dtype: Any) -> Params:
 
 
 class Matrix(nnx.Module):
-    """A module of one matrix and perhaps a bias."""
+    """Module of one matrix and perhaps a bias."""
 
     @property
     def weights(self) -> Params:
-        """The arrays by name."""
+        """Arrays by name."""
         variables = vars(self).items()
         return {name: x[...] for name, x in variables if isinstance(x, nnx.Param)}
 

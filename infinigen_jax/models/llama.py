@@ -37,11 +37,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def relative_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> ModelConfig:
-    """Return the configuration of a family that reuses these modules.
-
-    Args:
-        settings: settings of ModelConfig that the family reads in its own way.
-    """
+    """Return the configuration of a family with these modules that reads `settings` itself."""
     common = common_settings(hf, mlp="intermediate_size")
     activation = hf.get("hidden_act", "silu")
     refuse_unless(activation in ACTIVATIONS, f"hidden_act {activation!r}")
@@ -73,9 +69,8 @@ class Layer(nnx.Module):
     x = x + mlp(x)
 
     `lengths` are the tokens of each sequence in this call of the model, by default up to and
-    including `positions`. Some rotary embeddings depend on them (`rope.rotate`).
-
-    Its norms are those of `ModelConfig.norms`.
+    including `positions`. Some rotary embeddings depend on them (`rope.rotate`). Norms are those of
+    `ModelConfig.norms`.
     """
 
     attention_norm: Norm = None

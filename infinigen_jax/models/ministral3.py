@@ -1,4 +1,4 @@
-"""Ministral 3: LLaMA in whose extended context queries grow with the logarithm of the position."""
+"""Ministral 3: LLaMA whose queries grow with the log of the position in an extended context."""
 
 from collections.abc import Mapping
 from typing import Any

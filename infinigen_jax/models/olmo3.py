@@ -16,7 +16,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     hf = {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096, **hf}
     types = kinds(hf, 4)
     given = dict(hf.get("rope_parameters") or {})
-    if SLIDING not in given and FULL not in given:  # of both kinds, as some releases wrote them
+    if SLIDING not in given and FULL not in given:  # some releases wrote one for both kinds
         given = {FULL: given, SLIDING: {"rope_theta": given.get("rope_theta")}}
     return relative_from_hf(
         hf,

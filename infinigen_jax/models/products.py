@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 FEW_ROWS = 64  # with more, computing takes longer than reading
-WRITTEN_OUT = 2  # rows up to which a sum that is written out is faster than the library
+WRITTEN_OUT = 2  # rows up to which an unrolled sum is faster than the library
 LANES = 16  # numbers in a vector
 # Terms of that sum: with fewer, adding up the vectors takes longer than reading; more take long to
 # compile.
@@ -35,7 +35,7 @@ def product(a: Float[Array, "*b e"], weight: Float[Array, "f e"]) -> Float[Array
 
 
 def _few_rows(a: Float[Array, "*b e"], weight: Float[Array, "f e"]) -> Float[Array, "*b f"]:
-    """Multiply with the weight on the left, along whose rows the library goes."""
+    """Multiply with the weight on the left, because the library reads along its rows."""
     turned = lax.dot_general(weight, a.reshape(-1, a.shape[-1]), (((1,), (1,)), ((), ())))
     # Without the barrier XLA would exchange the operands and leave the transposition out.
     return lax.optimization_barrier(turned).T.reshape(*a.shape[:-1], -1)

@@ -72,7 +72,7 @@ class Rope:
         return int(dim * self.share)
 
     def fits(self, dim: int) -> bool:
-        """Whether the rotated columns form pairs, each with its factors."""
+        """Return whether the rotated columns form pairs, each with its factors."""
         pairs, rest = divmod(self.columns(dim), 2)
         factors = (self.short_factors, self.long_factors) if self.kind == "longrope" else ()
         return pairs > 0 and not rest and all(len(each) == pairs for each in factors)
@@ -123,11 +123,7 @@ class Rope:
     def angles(
         self, positions: Int[Array, "*b"], lengths: Int[Array, "*b"], dim: int
     ) -> Float[Array, "*b p"]:
-        """Return the angles of each of the p pairs, float32.
-
-        Args:
-            lengths: length of each sequence in this call of the model, see `rotate`.
-        """
+        """Return the angles of each of the p pairs, float32; for `lengths` see `rotate`."""
         frequencies = _as_last(self.frequencies(dim), positions.ndim)
         if self.kind == "longrope":
             long = _as_last(self._divided(dim, self.long_factors), positions.ndim)
@@ -152,11 +148,9 @@ def rotate(
 ) -> Float[Array, "*b heads d"]:
     """Rotate each pair (i, i + p) of every head by position times frequency, in float32.
 
-    Interleaved pairs (2i, 2i + 1) become pairs (i, i + p): scores are the same.
-
-    Args:
-        lengths: tokens of each sequence in this call of the model, for frequencies that vary; by
-            default up to and including `positions`, as in a decode step.
+    Interleaved pairs (2i, 2i + 1) become pairs (i, i + p): scores are the same. Frequencies that
+    vary depend on `lengths`, the tokens of each sequence in this call of the model; by default up
+    to and including `positions`, as in a decode step.
     """
     lengths = positions + 1 if lengths is None else lengths
     angles = rope.angles(positions, lengths, x.shape[-1])
@@ -167,10 +161,7 @@ def rotate(
 
 
 class Rotation(nnx.Module):
-    """Rotary embedding of one layer as parameters.
-
-    Layers with different embeddings then share a program. See `Blueprint.complete`.
-    """
+    """Rotary embedding of a layer as parameters: layers with different ones share a program."""
 
     def __init__(self, dim: int):
         self.frequencies = nnx.Param(jnp.zeros(dim // 2))

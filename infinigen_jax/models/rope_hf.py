@@ -14,9 +14,7 @@ def rope_from_hf(
 ) -> Rope:
     """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
 
-    Args:
-        partial: whether the family may rotate only a part of each head.
-        interleaved: see `Rope`.
+    With `partial`, the family may rotate only a part of each head.
     """
     positions = positive(hf, "max_position_embeddings")
     former, settings = (dict(hf.get(n) or {}) for n in ("rope_scaling", "rope_parameters"))
@@ -65,11 +63,8 @@ def ropes_by_kind(
 ) -> dict[str, Any]:
     """Return `rope` and `layer_ropes` of ModelConfig, if layers with a window have another rope.
 
-    Args:
-        kinds: kind of each layer.
-        given: `rope_parameters` of each kind.
-        window_theta: base in layers with a window; their frequencies are not scaled.
-        model: name of such a model, for an error.
+    `given` has the `rope_parameters` by kind. Layers with a window have the base `window_theta` and
+    unscaled frequencies. Errors name the `model`.
     """
     former = {
         SLIDING: {"rope_theta": window_theta},
@@ -89,10 +84,7 @@ def _kind(settings: Mapping[str, Any]) -> str:
 
 
 def stretched_positions(rope: Rope, positions: int) -> int:
-    """Return the longest supported sequence, given max_position_embeddings.
-
-    For some kinds max_position_embeddings is the context before its extension.
-    """
+    """Return the longest supported sequence; some kinds extend `positions`, the original one."""
     if rope.kind in ("linear", "dynamic"):
         return round(positions * rope.factor)
     if rope.kind == "yarn":

@@ -86,7 +86,7 @@ def _divisor(scale: Float[Array, "*n"]) -> Float[Array, "*n"]:
 
 
 def _four_bits(groups: Float[Array, "f n 32"]) -> tuple[Any, Any, Any]:
-    """Return codes below 16, lowest values and steps: of several steps the one that fits best.
+    """Return codes below 16, lowest values and steps; choose the step that fits best.
 
     A group that was quantised before may not use all its levels. A step that divides the distance
     of its ends then fits without an error.
@@ -107,11 +107,7 @@ def _four_bits(groups: Float[Array, "f n 32"]) -> tuple[Any, Any, Any]:
 
 
 def rows_of(part: Params, size: int) -> Float[Array, "*f e"]:
-    """Return the numbers of a small matrix by output; float32.
-
-    Args:
-        part: arrays whose leading axes are those of the outputs.
-    """
+    """Return the numbers of a small matrix by output, float32; outputs are the leading axes."""
     codes = part["codes"]
     units = UNITS if codes.dtype == jnp.uint8 else (1.0,)
     groups = jnp.stack([_decoded(codes, i) * unit for i, unit in enumerate(units)], axis=-2)
@@ -124,11 +120,7 @@ def rows_of(part: Params, size: int) -> Float[Array, "*f e"]:
 
 
 def _decoded(codes: Shaped[Array, "*n 32"], half: int) -> Float[Array, "*n 32"]:
-    """Return codes as float32; in UNITS if two groups share their bytes.
-
-    Args:
-        half: which of two groups that share their bytes; 0 for other codes.
-    """
+    """Return codes as float32; `half` chooses one of two groups that share bytes, in UNITS."""
     if codes.dtype == jnp.uint16:
         return lax.bitcast_convert_type(codes.astype(jnp.uint32) << 16, jnp.float32)
     if codes.dtype == jnp.uint8:

@@ -19,7 +19,6 @@ class Advice:
     """Result of a plan.
 
     Attributes:
-        asked: forecast with the requested options.
         full: forecast with the whole cache on the device.
         best: the fastest forecast that fits, with exact rows if possible; None if none fits.
             Without bandwidths, the forecast closest to the requested options.
@@ -82,7 +81,7 @@ def placements(
 
 
 def fits(planner: Planner, batch: int, context: int) -> bool:
-    """Return whether any settings fit: those that need the least memory."""
+    """Return whether any settings fit, judged by those that need the least memory."""
     tried = choices(planner)
     leanest = {name: tried[name][-1] for name in ("rows", "prefill_chunk", "hot_set")}
     settings = (

@@ -116,12 +116,7 @@ class Forecast:
 
 
 class Conversion(NamedTuple):
-    """Properties of a model's conversion that a forecast needs.
-
-    Attributes:
-        losses: fields of `Model` with losses of sparse attention.
-        speculate_from: hidden state that the corrected query is computed from.
-    """
+    """Properties of a model's conversion that a forecast needs; `losses` are fields of `Model`."""
 
     skew: str
     speculate_from: str = "input"
@@ -155,7 +150,7 @@ class Planner:
             return tree_bytes(jax.eval_shape(lambda: [shrink(layer, dtype) for layer in layers]))
 
         self._small_bytes = small_bytes
-        # The default, `cuda` on a GPU, and not of `xla`; see `engine.runtime`.
+        # Only the transfer `cuda`, the default on a GPU, has a hot set by default.
         crosses = machine.separate and self.given.get("transfer") != "xla"
         reuses = crosses and policy.reuses and "hot_set" not in self.given
         hot_set = HOT_SET if reuses else asked.hot_set
@@ -257,9 +252,8 @@ class Planner:
     ) -> Rounds | None:
         """Forecast the lossless mode with drafts of up to `most` tokens.
 
-        Args:
-            host_rows: bytes of all rows of the host, which a verification reads.
-            copied: bytes of the copy of the weights for drafts; 0 without one.
+        A verification reads `host_rows` bytes, all rows of the host. `copied` is the bytes of the
+        copy of the weights for drafts; 0 without one.
         """
         if decoder.pool is not None or not decoder.selecting or most < 1:
             return None
@@ -280,11 +274,7 @@ class Planner:
         return 0 if form is None else self._small_bytes(form)
 
     def _seconds(self, traffic: Traffic, streams: bool) -> float | None:
-        """Return the least seconds of a step.
-
-        Args:
-            streams: whether attention reads whole layers of rows.
-        """
+        """Return the least seconds of a step; with `streams`, attention reads whole layers."""
         reads, copies = self.machine.memory_bandwidth, self.machine.copy_bandwidth
         if reads is None or copies is None:
             return None

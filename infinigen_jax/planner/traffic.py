@@ -54,10 +54,7 @@ def planned_traffic(
 ) -> Traffic:
     """Predict the traffic of a step in which every request is as large as the budget.
 
-    Args:
-        weights: arrays or their shapes.
-        context: tokens of a sequence; layers with a sliding window are read whole.
-        capacity, slots: sizes that `plan` was made for.
+    Weights may be arrays or their shapes. Layers with a sliding window are read whole.
     """
     config, layers = decoder.config, weights.params["layers"]
     embedding = weights.params["embedding"]
@@ -82,12 +79,10 @@ def planned_traffic(
 
 @dataclasses.dataclass(frozen=True)
 class Rounds:
-    """Lower bounds on times, without the time of computing.
+    """Lower bounds on the seconds per token of a sequence, without the time of computing.
 
-    Attributes:
-        drafted: tokens to draft before a verification; 0 if drafts do not pay.
-        seconds: seconds per token of a sequence.
-        full: the same of decoding with the full cache, from where it is.
+    `drafted` tokens precede a verification; 0 if drafts do not pay. `full` is the time of decoding
+    with the full cache, from where it is.
     """
 
     drafted: int
@@ -96,13 +91,7 @@ class Rounds:
 
 
 def forecast_rounds(draft: float, verification: float, most: int) -> Rounds:
-    """Return the best rounds if a share ACCEPTED of the drafted tokens is accepted.
-
-    Args:
-        draft: seconds of a drafted step.
-        verification: seconds of a verification, as of a step with the full cache.
-        most: most tokens of a draft.
-    """
+    """Return the best rounds for times in seconds, with a share ACCEPTED of drafts accepted."""
     length = DraftLength(most)
     length.time_draft(1, draft)
     for size in length.sizes:

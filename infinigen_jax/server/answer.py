@@ -13,11 +13,7 @@ from infinigen_jax.text.stops import StopFilter
 
 @dataclasses.dataclass(frozen=True)
 class TokenScore:
-    """Token of an answer with its place in the model's distribution.
-
-    Attributes:
-        offset: number of characters of the answer before the token.
-    """
+    """Token of an answer and its place in the model's distribution, after `offset` characters."""
 
     token: int
     choice: Choice
@@ -30,11 +26,10 @@ class Piece:
 
     Attributes:
         choice: number of the answer within its request.
-        scores: tokens whose text is complete with this piece, if they were asked for.
+        scores: tokens whose text is complete with this piece, if requested.
         finish: "stop" or "length" if this is the last piece, else None.
-        token: token that was drawn.
         heat: [l, t] KV heads that fetched each of the t tokens before it in each selecting layer,
-            uint8; None unless asked for.
+            uint8; None unless requested.
     """
 
     choice: int
@@ -46,13 +41,7 @@ class Piece:
 
 
 class Answer:
-    """An answer in progress.
-
-    Attributes:
-        number: number of the answer among those of its request.
-        tokens: tokens drawn so far, including one that ended the answer.
-        matcher: matcher of the tokens that may follow; None if all may.
-    """
+    """Answer in progress; `tokens` include one that ended it, `matcher` is None for any text."""
 
     def __init__(self, tokenizer: Any, job: Job, number: int):
         self.job, self.number = job, number
@@ -81,7 +70,6 @@ class Answer:
         return self._piece(text, "length" if last else None)
 
     def _completes(self, token: int) -> bool:
-        """Return whether nothing may follow the token."""
         if self.matcher is None:
             return False
         self.matcher.consume_token(token)
@@ -89,7 +77,7 @@ class Answer:
 
     def _piece(self, text: str, finish: str | None) -> Piece:
         begun = sum(score.offset < self._sent for score in self._scores)
-        # Tokens without text of their own belong to the text before them.
+        # Tokens without text belong to the text before them.
         count = len(self._scores) if self._sent == self._received else begun
         ready, self._scores = self._scores[:count], self._scores[count:]
         return Piece(self.number, text, tuple(ready), finish, self.tokens[-1])

@@ -42,7 +42,6 @@ class Service:
         drain_seconds: time that unfinished requests get at shutdown.
         api_key: key that requests must present; None for no check.
         body_limit: maximum size of a request in bytes.
-        header_seconds, body_seconds: maximum times to receive a request's headers and its body.
         origins: origins of web pages that may send requests; none by default.
     """
 
@@ -56,7 +55,7 @@ class Service:
 
 
 class GoneError(Exception):
-    """The client has gone away."""
+    """Error for a client that has closed its connection."""
 
 
 def create_app(scheduler: Scheduler, service: Service) -> FastAPI:
@@ -137,7 +136,6 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 def _failure(error: Exception) -> Response:
-    """Return the answer to a request that failed."""
     if isinstance(error, RefusedError):
         return refusal(error.status, str(error), error.param, error.code)
     if isinstance(error, BusyError):
@@ -212,7 +210,7 @@ def _add_completions(app: FastAPI, scheduler: Scheduler, service: Service) -> No
         wire = ChatWire(service.model, body, prompts.tokenizer, encoded)
         matcher = None
         if (schema := body.schema_of_answer) is not None:
-            # This takes long: in a thread of its own, requests without a schema do not wait.
+            # This takes long. In a separate thread, it delays no request without a schema.
             loop = asyncio.get_running_loop()
             matcher = await loop.run_in_executor(compiler, prompts.matcher, schema)
         return await _answer(scheduler, request, wire, prompts.jobs(body, encoded, matcher))
@@ -259,7 +257,7 @@ async def _events(exchange: "Exchange", wire: Wire) -> AsyncIterator[str]:
 
 
 class Exchange:
-    """Jobs of one HTTP request, and the way of their pieces from the scheduler's thread."""
+    """Jobs of one HTTP request, and the queue of their pieces from the scheduler's thread."""
 
     def __init__(self, scheduler: Scheduler, request: Request, jobs: list[Job]):
         self.jobs = jobs
@@ -278,8 +276,7 @@ class Exchange:
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """Yield pieces with the number of their job; cancel the jobs if the caller ends early.
 
-        Raises:
-            GoneError: if the client goes away.
+        Raise GoneError if the client goes away.
         """
         gone = asyncio.ensure_future(self._gone())
         gone.add_done_callback(lambda _: self._queue.put_nowait((0, GoneError())))

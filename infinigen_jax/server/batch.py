@@ -1,4 +1,4 @@
-"""Batch of a server with the sampling of its sequences: what joins gets tokens until it leaves.
+"""Batch of a server with the sampling of its sequences; answers join, get tokens and leave.
 
 A `SteppedBatch` gives each sequence one token per decode step. A `RoundBatch`, of a lossless
 engine, gives each sequence one or several tokens per round.
@@ -34,13 +34,7 @@ SAMPLINGS = (Sampling(), Sampling(temperature=1.0), Sampling(presence_penalty=1.
 
 
 class NewToken(NamedTuple):
-    """Token of an answer.
-
-    Attributes:
-        sequence, answer: sequence of the batch and its answer.
-        choice: see `Choice`; None unless asked for.
-        heat: heat map of the step that predicted the token, see `Piece`; None unless it was made.
-    """
+    """Token of an answer, with its choice and its step's heat map, None unless requested."""
 
     sequence: int
     answer: Answer
@@ -55,10 +49,6 @@ class ServedBatch(abc.ABC):
     An answer that is alone is decoded in a batch of one, which takes over the cache that its prompt
     was read into. It moves to the whole batch when another one joins, and back when it is alone
     again (`narrow`).
-
-    Attributes:
-        running: answers by sequence.
-        live: the batch that decodes them.
     """
 
     kind: type[OpenBatch]
@@ -75,14 +65,11 @@ class ServedBatch(abc.ABC):
         self._sampler = self._whole_sampler = self._sampler_of([Sampling()] * batch, [()] * batch)
 
     def empty_cache(self) -> Cache:
-        """Return a cache for the next prompt, in the host array of an earlier one if there is one.
-
-        Memory that was just allocated is slow: its pages are written before a prompt is read.
-        """
+        """Return a cache for a prompt, in an earlier host array, because new memory is slow."""
         return empty_cache(self._engine.decoder, 1, self._capacity, host=self._take_spare())
 
     def reuse(self, reading: Reading) -> None:
-        """Keep the host array of a prompt all of whose answers have joined."""
+        """Keep a prompt's host array after all of its answers have joined."""
         if self.live is self._whole or self.live.cache is not reading.cache:
             self._spare = reading.cache.host
 
@@ -120,7 +107,7 @@ class ServedBatch(abc.ABC):
             self._return()
 
     def narrow(self) -> None:
-        """Decode an answer that is alone in a batch of one, while no other is about to join."""
+        """Move an answer that is alone to the batch of one, while no other is about to join."""
         alone = self.live is self._whole and len(self.running) == 1
         if alone and len(self._whole.active) > 1 and self.live.can_join:
             ((sequence, answer),) = self.running.items()
@@ -135,7 +122,6 @@ class ServedBatch(abc.ABC):
         self._be_alone(single, sampler)
 
     def _be_alone(self, single: Single, sampler: Sampler) -> None:
-        """Decode in the batch of one."""
         self._alone.take(single)
         self.live, self._sampler = self._alone, sampler
 
@@ -242,10 +228,7 @@ class SteppedBatch(ServedBatch):
         self._unread: Unread | None = None
 
     def advance(self) -> Iterator[NewToken]:
-        """Draw a token for each sequence, dispatch the next step, and yield the tokens.
-
-        The device computes the step while the tokens are turned into text.
-        """
+        """Draw tokens, dispatch the next step, and yield the tokens while the device computes."""
         given = self.live.logits, self.live.best, self._allowed()
         tokens, log_probs = self._sampler.draw(*given, log_probs=self._wants_scores)
         before, running = self._unread, dict(self.running)
@@ -277,7 +260,7 @@ class SteppedBatch(ServedBatch):
 
     def _try_steps(self, reading: Reading) -> None:
         every = allowed_tokens({}, *self.live.logits.shape)
-        # Draws without penalties come first, and have a program of their own.
+        # Draws without penalties come first and use a separate program.
         self._sampler.leave(0)
         self.live.rest()
         self.live.settle()
@@ -327,7 +310,6 @@ class RoundBatch(ServedBatch):
                     )
 
     def _count(self, round_: Round, running: dict[int, Answer]) -> None:
-        """Count the rows that a round moved, and its tokens."""
         drafted = round_.drafted
         for step, counts in enumerate(drafted.counts):
             self._count_rows(counts, running, round_.cached + step)
@@ -347,7 +329,7 @@ class RoundBatch(ServedBatch):
         return _single(reading, reading.predicted[1])
 
     def _try_steps(self, reading: Reading) -> None:
-        # Draws without penalties come first, and have a program of their own.
+        # Draws without penalties come first and use a separate program.
         self._sampler.leave(0)
         for sampling in SAMPLINGS:
             sampler = self._sampler_of([sampling], [(0,)])

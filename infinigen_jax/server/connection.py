@@ -35,7 +35,7 @@ class Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.conn.their_state is h11.SEND_BODY:  # the rest of a body that nobody reads
+        if self.conn.their_state is h11.SEND_BODY:  # the rest of an unread body
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -54,11 +54,7 @@ class Connection(H11Protocol):
 
 
 def http_config(app: Any, service: Service, connections: int | None = None) -> uvicorn.Config:
-    """Return uvicorn's configuration.
-
-    Args:
-        connections: maximum number of connections; further ones get status 503.
-    """
+    """Return uvicorn's configuration; more connections than `connections` get status 503."""
     http: Any = functools.partial(Connection, header_seconds=service.header_seconds)
     return uvicorn.Config(
         app,

@@ -12,8 +12,8 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask
 
-# White space between two parts. Without a limit, a model may write it until `max_tokens`.
 MOST_MULTIPLE = 1000
+# White space between two parts. Without a limit, a model may write it until `max_tokens`.
 SPACES = r"[ \n]{0,12}"
 
 
@@ -24,11 +24,7 @@ class Grammars:
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, ends
 
     def matcher(self, schema: Mapping[str, Any]) -> LLMatcher:
-        """Return a matcher of texts that follow a JSON schema.
-
-        Raises:
-            ValueError: if the schema is wrong or beyond llguidance, or the tokenizer is.
-        """
+        """Return a matcher of texts that follow a JSON schema; raise ValueError if unsupported."""
         _check_multiples(schema)
         options: Any = {"whitespace_pattern": SPACES}
         grammar = LLMatcher.grammar_from_json_schema(dict(schema), defaults=options)
@@ -58,11 +54,7 @@ def _check_multiples(schema: Any) -> None:
 
 
 def allowed_tokens(matchers: Mapping[int, LLMatcher], batch: int, vocabulary: int) -> np.ndarray:
-    """Return the tokens that each sequence may draw, one bit each, int32 [b, vocabulary / 32].
-
-    Args:
-        matchers: matchers of some sequences; the others may draw all tokens.
-    """
+    """Return the tokens that sequences may draw, all without a matcher: bits, int32 [b, v / 32]."""
     allowed = np.full((batch, -(-vocabulary // 32)), -1, np.int32)
     for sequence, matcher in matchers.items():
         fill_next_token_bitmask(matcher, allowed, sequence)

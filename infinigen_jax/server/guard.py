@@ -26,10 +26,7 @@ def refusal(
 
 
 class Guard:
-    """ASGI middleware.
-
-    Paths that hold no data of the model stay open: the page and its files, and /health.
-    """
+    """ASGI middleware of these checks. The page, its files and /health need no key."""
 
     def __init__(self, app: Any, api_key: str | None, body_limit: int, body_seconds: float):
         self._app, self._limit, self._seconds = app, body_limit, body_seconds

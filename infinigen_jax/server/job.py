@@ -16,20 +16,15 @@ if TYPE_CHECKING:
 
 
 class BusyError(Exception):
-    """The queue is full."""
+    """Error for a full queue."""
 
 
 class UnavailableError(Exception):
-    """The server is starting, stopping or out of order."""
+    """Error of a server that is starting, stopping or out of order."""
 
 
 class RefusedError(Exception):
-    """A request that cannot be served.
-
-    Attributes:
-        param: name of the parameter at fault.
-        status, code: HTTP status, and OpenAI's error code.
-    """
+    """Request that cannot be served: parameter at fault, HTTP status, OpenAI's error code."""
 
     def __init__(self, message: str, param: str, status: int = 400, code: str | None = None):
         super().__init__(message)
@@ -38,18 +33,14 @@ class RefusedError(Exception):
 
 @dataclasses.dataclass(eq=False)
 class Job:
-    """A request.
+    """Request of a client.
 
     Attributes:
-        tokens: prompt.
         most: maximum number of new tokens of each answer.
         sampling: sampling settings; each answer has its own stream of random numbers.
-        answers: number of answers.
-        stop, ends: strings and tokens that end an answer.
         matcher: matcher of each answer's text, to be copied; None for any text.
         top: number of most likely tokens to report for each token; None to report nothing.
         budget: see `SequenceBudgets.replace`.
-        heat: whether to report the heat map of each token.
         continues: whether the answer's text continues the prompt's, as in completions.
         send: called in the scheduler's thread with each piece, or an error that ended the job.
         cancelled: set by other threads; no piece is sent afterwards.
@@ -91,11 +82,9 @@ class Job:
 
 @dataclasses.dataclass(eq=False)
 class Intake:
-    """A prompt that is read, or complete and waiting for sequences.
+    """Prompt that is read, or complete and waiting for sequences.
 
-    Attributes:
-        node: node of the prefix cache for the tokens read so far; None without one.
-        joined: number of answers that have a sequence.
+    `node` holds the tokens read so far in the prefix cache. `joined` answers have a sequence.
     """
 
     job: Job

@@ -18,13 +18,11 @@ class Limits:
     """Sizes of a server.
 
     Attributes:
-        batch: number of answers decoded together.
         context: maximum number of tokens of a prompt and its answer.
         capacity: room of a sequence in tokens: `context` and the room for drafts, rounded up.
         chunk: maximum number of prompt tokens read between two decode steps.
-        waiting: maximum number of requests in the queue.
         prefix_bytes: maximum size of the prefix cache; 0 for none.
-        heat_maps: whether requests may ask for heat maps, which need programs of their own.
+        heat_maps: whether requests may ask for heat maps, which need further programs.
     """
 
     batch: int

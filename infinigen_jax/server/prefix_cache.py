@@ -31,7 +31,7 @@ from infinigen_jax.prefill.prefill import empty_cache
 
 
 class Node:
-    """A stored chunk.
+    """Stored chunk.
 
     Attributes:
         end: number of tokens up to the chunk's end.
@@ -74,7 +74,7 @@ class PrefixCache:
         self._clock = itertools.count(1)
         make = cache_steps(decoder).empty.shapes
         small, large = (make(batch=1, capacity=n, slots=n) for n in (capacity, 2 * capacity))
-        # What later tokens change: observations, and the sums over tokens that leave the window.
+        # Later tokens change observations and the sums over tokens that leave the window.
         changing = [small.states] if decoder.policy.observes else []
         changing += [each.left for each in small.local if isinstance(each, Resident)]
         changed = {id(shape) for shape in jax.tree.leaves(changing)}
@@ -117,11 +117,8 @@ class PrefixCache:
     def store(self, node: Node, reading: Reading) -> Node | None:
         """Store the chunk of a reading that ends at `reading.done`; wait until it is computed.
 
-        Args:
-            node: node of the tokens before the chunk.
-
-        Returns:
-            The chunk's node; None if the chunk is not stored, and later ones cannot be either.
+        The chunk follows `node`. Return its node; None if it is not stored, and later ones cannot
+        be either.
         """
         whole = reading.done % self._chunk == 0
         lost = node is not self._root and node not in self._nodes  # evicted in the meantime
@@ -150,7 +147,6 @@ class PrefixCache:
         self._limit = limit
 
     def _copy(self, node: Node, start: int, cache: Cache) -> None:
-        """Copy the arrays of a chunk that begins at `start`."""
         size = next(size for size in chunk_lengths(self._chunk) if size >= node.count)
         at = min(start, self._capacity - size)
         sliced = tuple(axis.number if axis.by_token else None for axis in self._axes)
@@ -182,7 +178,6 @@ class PrefixCache:
         return host
 
     def _evict(self) -> None:
-        """Remove the least recently used chunks that nothing follows, until the rest fits."""
         while self.bytes > self._limit:
             ends = (node for node in self._nodes if not node.children)
             node = min(ends, key=lambda node: node.used)
@@ -195,8 +190,7 @@ class PrefixCache:
 class _Axis(NamedTuple):
     """Axis of an array that grows with the capacity; axis 0, the batch, if there is none.
 
-    Attributes:
-        by_token: whether it has an element for each token that later tokens do not change.
+    With `by_token` it has an element for each token, which later tokens do not change.
     """
 
     number: int

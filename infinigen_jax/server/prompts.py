@@ -36,22 +36,14 @@ class Prompts:
         self._grammars = Grammars(self.tokenizer, model.config.vocab_size, model.eos_ids)
 
     def completion(self, body: Completion) -> list[list[int]]:
-        """Return the tokens of each prompt.
-
-        Raises:
-            RefusedError: for a prompt that cannot be encoded or exceeds the context.
-        """
+        """Return the tokens of each prompt; raise RefusedError if one is invalid or too long."""
         if len(body.prompts) > self._waiting:
             most = f"at most {self._waiting} prompts in a request"
             raise RefusedError(f"prompt: {most}, not {len(body.prompts)}", "prompt")
         return [self._checked(prompt, body, "prompt") for prompt in body.prompts]
 
     def chat(self, body: ChatCompletion) -> list[int]:
-        """Return the tokens of a chat, rendered by the model's template.
-
-        Raises:
-            RefusedError: likewise, or if the model has no template or its template refuses.
-        """
+        """Return the tokens of a chat, rendered by the model's template; may raise RefusedError."""
         template = self.tokenizer.chat_template
         if not template:
             raise RefusedError(
@@ -138,11 +130,7 @@ class Prompts:
         ]
 
     def matcher(self, schema: dict[str, Any]) -> LLMatcher:
-        """Return the matcher of answers that follow a JSON schema.
-
-        Raises:
-            RefusedError: for a schema that answers cannot be held to.
-        """
+        """Return the matcher of a JSON schema; raise RefusedError if it is not supported."""
         if self._lossless:
             message = "response_format: not on a lossless server, which drafts; leave it out"
             raise RefusedError(message, "response_format")

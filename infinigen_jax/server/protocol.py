@@ -1,4 +1,4 @@
-"""Requests of OpenAI's interface, checked. What is not supported is refused, never ignored."""
+"""Checked requests of OpenAI's interface. Unsupported parameters are refused, never ignored."""
 
 import abc
 import json

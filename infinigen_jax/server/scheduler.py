@@ -31,11 +31,8 @@ logger = logging.getLogger(__name__)
 class Scheduler:
     """Requests of a server and the thread that serves them.
 
-    Attributes:
-        limits: sizes of the batch and the queue.
-        ready: set after the warm-up, when nothing is left to compile.
-        failure: message of an error that ended the thread; None while it runs.
-        failed: called after such an error.
+    `ready` is set after the warm-up, when nothing is left to compile. An error that ends the thread
+    sets its message, `failure`, and calls `failed`.
     """
 
     def __init__(self, engine: Engine, limits: Limits):
@@ -59,12 +56,7 @@ class Scheduler:
         self._thread.start()
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue the prompts of a request, all or none.
-
-        Raises:
-            BusyError: if too many prompts wait.
-            UnavailableError: if the server is not ready or is stopping.
-        """
+        """Queue a request's prompts, all or none; raise BusyError or UnavailableError."""
         with self._wake:
             if self._stopping or not self.ready.is_set() or self.failure is not None:
                 raise UnavailableError
@@ -82,8 +74,7 @@ class Scheduler:
     def stop(self, seconds: float) -> bool:
         """End the thread after the step in progress; unfinished requests fail.
 
-        Returns:
-            Whether it ended within this time.
+        Return whether it ended within this time.
         """
         with self._wake:
             self._stopping = True
@@ -119,10 +110,10 @@ class Scheduler:
                     logger.exception("a step failed; its requests end")
                     # Without the trace, which holds the batch.
                     self._fail(error.with_traceback(None), begun_only=True)
-                # The donated arrays of the batch are gone: go on with an empty one, after the rest.
+                # The donated arrays of the batch are lost: continue with an empty one.
                 del self._batch
                 self._make()
-        except BaseException as error:  # as of libraries in Rust
+        except BaseException as error:  # such as panics of libraries in Rust
             logger.exception("the scheduler ended")
             self.failure = str(error) or repr(error)
         self._fail(UnavailableError())
@@ -130,7 +121,6 @@ class Scheduler:
             self.failed()
 
     def _make(self) -> None:
-        """Begin with an empty batch."""
         self._batch = served_batch(self.engine, self.limits, self._metrics)
         host = self._batch.live.cache.host
         self._metrics.host_bytes.set(0 if host is None else host.nbytes)
@@ -181,7 +171,7 @@ class Scheduler:
             intake.reading, intake.node = self._begin(intake.job)
             intake.job.read_tokens = intake.reading.done
             if intake.job.cached_tokens:
-                return  # to copy their rows takes as long as a chunk
+                return  # copying their rows takes as long as a chunk
         intake.reading.advance()
         intake.job.read_tokens = intake.reading.done
         if self.engine.runtime.settings.lossless:
@@ -257,7 +247,7 @@ class Scheduler:
             job.send(piece)
 
     def _refuse(self, job: Job, problem: str) -> None:
-        """End a request whose schema llguidance gave up on."""
+        """End a request if llguidance cannot follow its schema any further."""
         job.send(RefusedError(f"response_format: {problem}", "response_format"))
         job.cancelled = True
 

@@ -92,7 +92,7 @@ class Wire(abc.ABC):
 
     @abc.abstractmethod
     def _log_probs(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
-        """Return the log-probabilities of tokens, if they were asked for."""
+        """Return the log-probabilities of tokens, if requested."""
 
     def _text(self, token: int) -> str:
         """Return a token's text after another token: a space at the start may be stripped."""
@@ -127,7 +127,7 @@ class CompletionWire(Wire):
         if self.body.top is None:
             return None
         count = self.body.top
-        # Of tokens with equal texts the likeliest counts.
+        # Of tokens with equal texts, keep the likeliest.
         top = [
             {self._text(t): value for t, value in reversed(s.choice.top[:count])} for s in scores
         ]
@@ -183,7 +183,7 @@ def _heat(piece: Piece) -> dict[str, Any]:
 
 
 def usage(jobs: list[Job]) -> dict[str, Any]:
-    """Return the usage of a request's jobs, and what this server measured."""
+    """Return the usage of a request's jobs, and this server's measurements."""
     prompt = sum(len(job.tokens) for job in jobs)
     new = sum(job.new_tokens for job in jobs)
     cached = sum(job.cached_tokens for job in jobs)

@@ -1,4 +1,4 @@
-"""Settings of policies, pool and sampling: default, help and check of each stand here alone.
+"""Settings of engine, policies, pool and sampling, with their defaults, help and checks.
 
 Imports errors and numeric; never JAX, so that command lines report a bad option immediately. Start
 reading at setting.py.

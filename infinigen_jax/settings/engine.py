@@ -17,28 +17,22 @@ WEIGHT_DTYPES = ("bfloat16", "int8", "int4")  # of `load`
 class EngineOptions(Settings):
     """Settings of an engine other than its policy.
 
-    `dense_layers`: the default depends on the policy: 2, or with InfiniGen those that need it, see
-    `Model.dense_layers`.
-
-    `schedule`: "auto" chooses layerwise for models of many layers on a CPU, where compiling a fused
-    step takes longer with every layer, and fused otherwise.
-
-    `hot_set`: at least 1, or 0 for none. By default 2 with the `cuda` transfer, and 0 with `xla`,
-    where looking rows up costs more than moving them.
-
-    `weights`: with "host" the layers' weights are moved for each step; results are equal. `load`
-    takes it as well.
-
-    `lossless`: see `engine.lossless`. Not with policy full or a pool.
-
-    `draft_tokens`: with a number, always as many are drafted.
-
-    `draft_weights`: see `engine.drafter`. Not for a model whose weights are small already.
-
-    `check`: a NaN or an infinity ends a run with `finite_check.NotFiniteError`. Uses the fused
-    schedule.
-
-    `prefill_chunk`: by default `prefill.longest_chunk`. With a pool, prompts are read in one piece.
+    Attributes:
+        dense_layers: the default depends on the policy: 2, or with InfiniGen those that need it,
+            see `Model.dense_layers`.
+        schedule: "auto" chooses layerwise for models of many layers on a CPU, where compiling a
+            fused step takes longer with every layer, and fused otherwise.
+        hot_set: at least 1, or 0 for none. By default 2 with the `cuda` transfer, and 0 with `xla`,
+            where looking rows up costs more than moving them.
+        weights: with "host" the layers' weights are moved for each step; results are equal. `load`
+            takes it as well.
+        lossless: see `engine.lossless`. Not with policy full or a pool.
+        draft_tokens: a given number is drafted before every verification.
+        draft_weights: see `engine.drafter`. Not for a model whose weights are small already.
+        check: a NaN or an infinity ends a run with `finite_check.NotFiniteError`. Uses the fused
+            schedule.
+        prefill_chunk: by default `prefill.longest_chunk`. With a pool, prompts are read in one
+            piece.
     """
 
     dense_layers: int | None = setting(

@@ -91,7 +91,7 @@ class Pool(Settings):
 
     @property
     def limit(self) -> str:
-        """The limit as written on the command line."""
+        """Limit as written on the command line."""
         return f"{100 * self.share:g}%" if self.share is not None else str(self.tokens)
 
     def slots(self, tokens: int, sinks: int, window: int) -> int:

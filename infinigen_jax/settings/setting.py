@@ -32,11 +32,8 @@ def setting(default: Any, help: str = "", metavar: str = "", check: Check | None
 class Settings:
     """Base of dataclasses with settings, which are checked on construction.
 
-    Attributes:
-        room: prefix of the settings' names in errors.
-
-    Raises:
-        ParameterError: a value is not allowed. None is allowed where it is the default.
+    Raise ParameterError for a value that is not allowed. The message names the setting, prefixed
+    by `room`. None is allowed where it is the default.
     """
 
     room: ClassVar[str] = ""

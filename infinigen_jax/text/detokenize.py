@@ -12,17 +12,14 @@ MOST_HELD = 8  # tokens held back
 
 
 def checked_text(parameter: str, text: str) -> str:
-    """Return a text after checking that it is UTF-8.
-
-    Arguments and stdin that are not UTF-8 arrive with lone surrogates.
-    """
+    """Return a text; refuse lone surrogates, which stand for bytes that are not UTF-8."""
     if any("\ud800" <= c <= "\udfff" for c in text):
         raise ParameterError(parameter, "not UTF-8 text; convert it first")
     return text
 
 
 class TextStream:
-    """Turns a sequence of token ids into text, piece by piece.
+    """Streaming text of a sequence of token ids.
 
     The concatenated pieces equal `tokenizer.decode(all_ids, skip_special_tokens=True)`, except for
     bytes that form no valid character. The cost is linear in the number of tokens.
@@ -31,9 +28,8 @@ class TextStream:
     first word. A token may end within a character and then decodes to U+FFFD, so text that ends in
     U+FFFD is held back for the next tokens.
 
-    Args:
-        context: tokens whose text the text continues. It may begin within a character; it is not
-            used if it ends within one.
+    The text continues that of `context`, which may begin within a character and is not used if it
+    ends within one.
     """
 
     def __init__(self, tokenizer: Any, context: Sequence[int] = ()):

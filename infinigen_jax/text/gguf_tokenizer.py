@@ -109,7 +109,7 @@ def _byte_level(settings: dict[str, Any], architecture: str) -> "tokenizers.Toke
     merges = [tuple(merge.split(" ")) for merge in settings["merges"]]
     rule = settings.get("pre", "default")
     words = WORDS[rule]
-    # These vocabularies have whole words that no merge leads to.
+    # These vocabularies have whole words that no merge produces.
     backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=words in (LLAMA3, TEKKEN)))
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] * (rule in SINGLE_DIGITS)
     if words is not None:
@@ -170,7 +170,7 @@ def _add_special(
     from tokenizers import AddedToken, processors
 
     tokens, kinds = settings["tokens"], settings.get("token_type", ())
-    # Those of Phi-3 take the white space after them, which its files do not say.
+    # Phi-3's special tokens absorb the white space after them, which its files do not say.
     strips = architecture == "phi3" and settings["model"] == "llama"
 
     def added(text: str, special: bool) -> AddedToken:

@@ -17,20 +17,17 @@ def checked_stops(stop: str | Sequence[str]) -> tuple[str, ...]:
 
 
 class StopFilter:
-    """Passes text on until a stop string is complete, piece by piece.
+    """Filter that passes text on, piece by piece, until a stop string is complete.
 
     The end of a piece that may begin a stop string is held back. The result does not depend on how
-    the text is cut into pieces.
-
-    Attributes:
-        stopped: whether a stop string was found; later text is dropped.
+    the text is cut into pieces. Text after a stop string is dropped.
     """
 
     def __init__(self, stops: Sequence[str]):
         self._stops, self._held, self.stopped = stops, "", False
 
     def push(self, piece: str) -> str:
-        """Append text; return what became final, never a part of a stop string."""
+        """Append text; return the text that became final, never a part of a stop string."""
         if self.stopped:
             return ""
         text = self._held + piece

@@ -29,7 +29,6 @@ def render_chat(
     """Render a chat template as `transformers` does, with a prompt for the next answer.
 
     Args:
-        messages: role and content of each message.
         special_tokens: variables of the template, such as `bos_token`.
         seconds: limit of the template's processor time.
         tools: functions that the model may call, in OpenAI's format.

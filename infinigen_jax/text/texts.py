@@ -13,14 +13,7 @@ if TYPE_CHECKING:
 
 
 class Texts:
-    """Streaming text of several sequences.
-
-    Args:
-        contexts: tokens that each sequence's text continues; none by default.
-
-    Attributes:
-        whole: final text of each sequence so far.
-    """
+    """Streaming text of several sequences after their contexts; `whole` is the final text."""
 
     def __init__(
         self,
@@ -35,11 +28,9 @@ class Texts:
         self._filters = [StopFilter(stops) for _ in self.whole]
 
     def push(self, tokens: list[int | None], ended: Callable[[int], bool]) -> list[str]:
-        """Append one step's tokens, and return each sequence's new text.
+        """Append one step's tokens, None for sequences without; return each sequence's new text.
 
-        Args:
-            tokens: None for a sequence without one in this step.
-            ended: whether a sequence gets no more tokens.
+        `ended` says whether a sequence gets no more tokens.
         """
         pieces = [""] * len(tokens)
         for i, token in enumerate(tokens):
@@ -54,12 +45,11 @@ class Texts:
         return pieces
 
     def finish(self) -> list[str]:
-        """Return the text that was held back, per sequence: an incomplete character, or the
-        beginning of a stop string."""
+        """Return the held-back text of each sequence: a part of a character or of a stop string."""
         return self.push([None] * len(self.whole), lambda i: True)
 
     def stopped(self, i: int) -> bool:
-        """Return whether a sequence has come to a stop string."""
+        """Return whether a sequence has reached a stop string."""
         return self._filters[i].stopped
 
     @functools.cached_property

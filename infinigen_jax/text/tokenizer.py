@@ -31,16 +31,13 @@ TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "spe
 
 
 class Tokenizer:
-    """Tokenizer of a model folder, as its `tokenizer.json` says.
+    """Tokenizer of a model folder, defined by its `tokenizer.json`.
 
     It equals that of transformers, except where transformers 5 replaces the file's normalizer: with
     LLaMA 2's, which the model was trained with, texts that begin with a space or follow a special
     token have one token more.
 
-    Args:
-        special_tokens: texts by name, such as `bos_token`, for chat templates.
-        chat_template: the folder's chat template, if any.
-        where: beginning of error messages.
+    `special_tokens` are texts by name, such as `bos_token`. Errors begin with `where`.
     """
 
     def __init__(
@@ -218,7 +215,6 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def _from_transformers(folder: Path) -> Tokenizer:
-    """Load a folder without `tokenizer.json` through transformers."""
     if "auto_map" in _settings(folder):
         raise InputError(
             f"{folder / SETTINGS_FILE}: auto_map names code of the folder, which is not run; "

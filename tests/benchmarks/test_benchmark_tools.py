@@ -54,7 +54,7 @@ def steps(*events):
     return sorted(ops, key=lambda op: op.start)
 
 
-BESIDE = ("gather_rows", "copy")  # a kernel on a stream of its own, or a copy engine
+BESIDE = ("gather_rows", "copy")  # a kernel on a separate stream, or a copy engine
 
 
 @pytest.mark.parametrize("moves", BESIDE)

@@ -1,4 +1,4 @@
-"""The benchmark of decoding, run at a toy size: what it writes, and that its parts are right."""
+"""The benchmark of decoding at a toy size: its results and its parts."""
 
 import collections
 import functools
@@ -36,7 +36,7 @@ TOKENS, ROUNDS, STEPS, TRACED = 3, 2, 33, 2  # 33 single steps: one of them flus
 
 @pytest.fixture(scope="module", autouse=True)
 def bandwidth():
-    """A bandwidth that is known, and need not be measured."""
+    """Fix the bandwidth instead of measuring it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "memory_read_bandwidth", lambda: 1e10)
         yield
@@ -44,7 +44,7 @@ def bandwidth():
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_of_this_process():
-    """Traces do not know the parts of a program that was compiled by another process.
+    """Compile in this process: traces lack the parts of programs compiled by another one.
 
     The benchmark turns the cache off too, and leaves it off.
     """
@@ -123,7 +123,7 @@ def test_what_systems_do(systems):
     # Two of three layers are streamed, and a fifth of the third one's rows is allowed.
     assert 2 / 3 < paper["fetched_fraction"] < 0.75
     assert plain["host_cache_bytes"] * 3 == paper["host_cache_bytes"]
-    # A flush is told from other steps; the paper's window is one token: every step flushes.
+    # Flushes are distinguished from other steps; with the paper's window every step flushes.
     singles = plain["single_steps"]
     nearest = min(abs(one - singles["flush_ms"]) for one in singles["milliseconds"])
     assert nearest < 1e-3  # one of the steps, to the digits that are kept
@@ -136,7 +136,7 @@ def test_what_systems_do(systems):
 
 
 def test_a_memory_cap_refuses_what_does_not_fit():
-    """The cap is between what a cache on the device needs and what one on the host needs."""
+    """The cap is between the needs of a cache on the device and of one on the host."""
     model = model_of("toy")
     options = presets.parse(["--preset", "smoke"])
     bench = Bench(options, model, None, (1e10, None), float("inf"))
@@ -241,7 +241,7 @@ def test_traffic_counts_weights_and_cache(name):
 
 @pytest.mark.parametrize("name", ["toy", "toy-opt"])
 def test_attention_is_peaked_and_mostly_common_to_all_queries(name):
-    """Logits of the first layer spread as asked for, and few columns of the basis hold them."""
+    """Logits of the first layer have the requested spread, and few columns hold them."""
     model = model_of(name)
     architecture = blueprint(model.config, jnp.float32)
     tokens = jnp.asarray(shapes.prompt(model.config, 256))
@@ -266,7 +266,7 @@ def test_attention_is_peaked_and_mostly_common_to_all_queries(name):
 
 @pytest.mark.bench
 def test_memory_against_its_plan():
-    """In this process, where a toy's memory is lost among other things."""
+    """In this process, the memory of a toy model is too small to measure."""
     case = memory.Case("toy", "toy", 120, batch=2, new_tokens=8)
     record = memory.measure(case)
     assert record["planned"]["host_cache"] == 2 * 128 * 1 * 2 * 2 * 16 * 4

@@ -31,7 +31,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def figure(command, model, tmp_path):
-    """`figure(name, ...)` makes a figure; its table and its result."""
+    """Return `figure(name, ...)`, which makes a figure; its table and its result."""
     text = tmp_path / "text.txt"
     text.write_text(PROSE)
 

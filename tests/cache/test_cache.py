@@ -26,7 +26,7 @@ MESH = default_mesh()
 
 positions_of = jax.jit(Slots.positions, static_argnums=0)
 eligible_at = jax.jit(Slots.eligible, static_argnums=(0, 2))
-# Few, because every one has shapes of its own to compile.
+# Few, because each has shapes that must be compiled.
 geometry = st.sampled_from([(0, 4), (2, 3), (5, 1), (4, 9)])
 
 
@@ -50,8 +50,10 @@ part_of = jax.jit(Resident.part, static_argnums=2)
 
 @pytest.mark.parametrize("sinks, window, block", [(0, 1, 0), (2, 3, 0), (2, 4, 4), (4, 8, 4)])
 def test_resident_rows_follow_the_tokens(sinks, window, block):
-    """Prompts of several lengths, then tokens: each slot has the row of its position, and `left`
-    the sums of the values that only the host has."""
+    """Each slot has the row of its position, and `left` the sums of values that only the host has.
+
+    Prompts of several lengths are followed by tokens.
+    """
     slots, lengths, longest = Slots(sinks, window, block), np.array([1, 5, 12], np.int32), 12
     rows = np.arange(1, 41, dtype=np.float32)  # the row of position p is p + 1 everywhere
     prompt = jnp.asarray(np.broadcast_to(rows[:longest, None], (3, 2, longest, 4)))
@@ -110,7 +112,7 @@ def test_resident_rows_of_a_text_that_comes_in_chunks(sizes, chunks):
 
 
 def test_a_token_is_written_to_the_ring_where_it_lies():
-    """Though what it drives out is read from it, by more than one operation."""
+    """Although several operations read the row that it evicts."""
     slots, matrix = Slots(4, 16, 8), jnp.ones((2, 8, 8))
     local = Resident.empty(1, 2, 16, slots, jnp.float32, blocks=8)
 
@@ -139,7 +141,7 @@ write = jax.jit(functools.partial(write_span, mesh=MESH), donate_argnums=0)
 
 
 def filled() -> tuple[jax.Array, np.ndarray]:
-    """A host cache written layer by layer, and the same in NumPy."""
+    """Return a host cache written layer by layer, and the same in NumPy."""
     expected = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
     cache = allocate_host(SHAPE, jnp.float32, MESH)
     whole = Span.whole(SHAPE[1], SHAPE[3])

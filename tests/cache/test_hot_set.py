@@ -53,7 +53,7 @@ def test_requests_find_what_was_fetched_before(data):
 
 
 def test_sizes():
-    """Entries are as narrow as their numbers; a request may not be larger than the hot set."""
+    """Entries have the narrowest dtype; a request may not be larger than the hot set."""
     assert place_dtype(2**15) == jnp.int16 and place_dtype(2**15 + 1) == jnp.int32
     request = Request(jnp.zeros((1, 1, 3), jnp.int32), jnp.zeros((1, 1), jnp.int32))
     hot = HotSet.empty(1, 1, 2, 4, 8, jnp.float32)

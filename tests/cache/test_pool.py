@@ -30,7 +30,7 @@ replaced = jax.jit(replacement)
 
 
 class Reference:
-    """The pool of one KV head: a dictionary from position to what its eviction goes by."""
+    """Pool of one KV head: a dictionary from position to the value that orders eviction."""
 
     def __init__(self, pool: Pool, size: int, window: int, kept: list[int]):
         self.pool, self.size, self.window = pool, size, window

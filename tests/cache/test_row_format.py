@@ -91,7 +91,7 @@ def test_error_of_each_group_is_bounded(name, dtype, d):
 
 
 def test_centred_keys_stand_large_means_that_plain_groups_do_not():
-    """The reason for `fit`: the error of a key does not grow with the mean of its columns."""
+    """With `fit`, the error of a key does not grow with the mean of its columns."""
     form, d = row_format("int4", "float32", 64), 64
     errors = []
     for outliers in (0.0, 20.0):

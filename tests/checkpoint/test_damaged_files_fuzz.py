@@ -39,7 +39,7 @@ from infinigen_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A source, with a tokenizer, in all formats; its conversion."""
+    """Return a source with a tokenizer, in all formats, and its conversion."""
     root = tmp_path_factory.mktemp("whole")
     made = make_tiny(root / "source", "llama", num_hidden_layers=1, vocab_size=1024)
     add_tokenizer(made.folder)
@@ -60,7 +60,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fresh(folders: Path, name: str) -> Path:
-    """A copy to damage; one place, so that the last one can be looked at."""
+    """Return a copy to damage, always in one place, so that the last one can be inspected."""
     copy = folders.parent / "damaged"
     shutil.rmtree(copy, ignore_errors=True)
     return shutil.copytree(folders / name, copy)
@@ -72,7 +72,7 @@ def loaded(folder: Path) -> Any:
 
 
 def check_converted(folder: Path, whole: Path) -> None:
-    """Checksums find everything but changes of the manifest that mean nothing."""
+    """Checksums detect all changes except meaningless ones of the manifest."""
     model, expected = attempt(lambda: checkpoint.load(folder, "float32")), loaded(whole)
     if model is None:
         return
@@ -89,7 +89,7 @@ def check_manifest(folder: Path, whole: Path) -> None:
 
 
 def check_torch(folder: Path, whole: Path) -> None:
-    """Its archive has checksums: what is read is what was written."""
+    """The archive has checksums: the data read equal the data written."""
 
     def read(folder: Path) -> dict[str, np.ndarray]:
         file = TorchFile(folder / "pytorch_model.bin")
@@ -251,7 +251,6 @@ def strange(path: Path, rng: random.Random) -> None:
 
 @pytest.mark.slow
 def test_any_damage(folders, capfd):
-    """All files of model folders."""
     for draw in rounds(capfd, "model folders"):
         name, _, check = KINDS[draw.choice([*KINDS, "torch", "torch"])]
         folder = fresh(folders, name)

@@ -84,7 +84,7 @@ def test_logits_of_quantised_models(kind, tokens, tmp_path):
 
 
 def test_every_format(tmp_path):
-    """Random blocks are read as the package dequantises them; other formats are named."""
+    """Random blocks are read like the package dequantises them; other formats are named."""
     rng, refused = np.random.default_rng(0), set()
     for kind, (block, size) in GGML_QUANT_SIZES.items():
         writer = GGUFWriter(tmp_path / "a.gguf", "llama")
@@ -257,7 +257,7 @@ def test_names_without_a_module_are_unknown(tmp_path):
 
 
 def test_tensors_that_overlap(tmp_path):
-    """One bit of an offset."""
+    """One flipped bit of an offset makes two tensors overlap."""
     made = make_tiny(tmp_path / "hf", "llama", **SIZES)
     path = write_gguf(tmp_path / "a.gguf", made)
     file, data = GgufFile(path), bytearray(path.read_bytes())
@@ -316,7 +316,6 @@ def test_a_real_model_has_the_weights_that_transformers_reads():
 
 
 def tokenizer_of(folder: Path, settings: dict, architecture: str = "llama"):
-    """The tokenizer of a file with these settings and no tensors."""
     writer = GGUFWriter(folder / "a.gguf", architecture)
     for key, value in settings.items():
         add_setting(writer, key, value)

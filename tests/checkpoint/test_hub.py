@@ -105,7 +105,7 @@ for request in sys.argv[1:]:
 
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory) -> Iterator[Callable[..., list[str]]]:
-    """`ask(*requests, **environment)`: what `fetched` returns or raises, in another process.
+    """Return `ask(*requests, **environment)`: results or errors of `fetched` in another process.
 
     huggingface_hub reads its environment once. A request is NAME@REVISION@, with x at the end
     if no weights are needed.
@@ -151,7 +151,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def answers(ask) -> list[str]:
-    """The answers of one process: most of its time is imports."""
+    """Return the answers of one process, which mostly spends its time on imports."""
     return ask(*FETCHED, *REFUSED)
 
 

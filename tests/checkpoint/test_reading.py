@@ -28,7 +28,7 @@ from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.errors import InputError, UnsupportedModelError
 from infinigen_jax.models import blueprint, config_from_hf
 
-# Formats in.
+# Input formats.
 
 
 FORMATS = {
@@ -88,7 +88,7 @@ def test_torch_views_and_half_precision(tiny, tmp_path):
 
 
 def refused(source: Path, message: str, named: Path | None = None) -> None:
-    """Converting ends with an error that names the file, and leaves nothing."""
+    """Check that a conversion ends with an error that names the file, and leaves nothing."""
     out = source.parent / "out"
     with pytest.raises(InputError, match=message) as caught:
         convert(source, out, skew="none")
@@ -174,7 +174,7 @@ def test_index_problems(tiny):
 
 
 def test_one_file_goes_before_an_index(tiny):
-    """Merged weights may be saved into a folder of shards. Transformers reads them, too."""
+    """Merged weights may be saved into a folder of shards. Transformers also reads them."""
     made = tiny("llama")
     (made.folder / "model.safetensors.index.json").write_text("{}")
     assert weight_files(made.folder) == [made.folder / "model.safetensors"]
@@ -286,7 +286,7 @@ def test_a_pickle_has_no_sets_and_no_dictionaries_in_one_step(made):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_parameters_are_not_the_files_memory(dtype):
-    """JAX would use an aligned array of the right dtype as it is."""
+    """JAX would alias an aligned array of the right dtype."""
     stored = np.zeros(64 + 16, dtype)
     stored = stored[-stored.ctypes.data % 64 // stored.itemsize :][:64].reshape(8, 8)
     source: Any = types.SimpleNamespace(read=lambda: stored)

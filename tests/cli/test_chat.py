@@ -1,4 +1,4 @@
-"""Chatting: what the model is given of the messages, and the command line."""
+"""Chat: the tokens that the model reads for the messages, and the command line."""
 
 import argparse
 import io
@@ -47,7 +47,7 @@ def template(tmp_path) -> str:
 
 @pytest.fixture
 def talk(command, monkeypatch) -> Callable[..., tuple[Any, str, str]]:
-    """`talk(lines, *arguments)` is the command with these lines on stdin."""
+    """Return `talk(lines, *arguments)`, which runs the command with these lines on stdin."""
 
     def call(lines: str, *arguments: Any) -> tuple[Any, str, str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
@@ -62,7 +62,7 @@ def answered(dialogue: Dialogue, text: str, most: int = 6, **options: Any) -> st
 
 
 def test_the_model_gets_the_template_of_all_messages(engine, template):
-    """Also of answers that end by themselves, and of those that the template alters."""
+    """Also after answers that end by themselves, and that the template alters."""
     tokenizer = engine.model.tokenizer
     for ends in (False, True):
         conversation = engine.conversation(context=128)
@@ -108,7 +108,7 @@ def test_a_conversation_at_the_command_line(talk, template, tmp_path):
     assert (first[1] + second[1]).splitlines() == answers
     status, out, err = talk("Who?\n", "--chat-template", "plain", "--quiet", "--resume", saved)
     assert (status, out) == (2, "") and "--chat-template plain: the conversation began" in err
-    # Asked for by name, what would be the default for a new one is another setting, too.
+    # The default of a new conversation, given by name, also counts as another setting.
     drawn = ("--context", 128, "--temperature", "0.5", "--save", f"{saved}-drawn")
     assert talk("Who?\n", *shared, *drawn)[0] == 0
     for file, temperature in ((saved, "0.5"), (f"{saved}-drawn", "0")):
@@ -155,7 +155,7 @@ def test_a_full_context_drops_the_oldest_turns(engine, template):
 
 
 def test_forgotten_messages(engine, template, tmp_path):
-    """The model is then given what a new conversation would be given, and a file has the rest."""
+    """The model then reads the tokens of a new conversation, and a file has the rest."""
 
     def said(chosen):
         return engine.model.tokenizer.decode(chosen.tokens)
@@ -194,7 +194,7 @@ def by_hand(request, monkeypatch) -> bool:
 
 @pytest.fixture
 def read(monkeypatch, by_hand) -> Callable[..., list[tuple[Any, ...]]]:
-    """`read(inputs, answer=echo)` is what a dialogue is asked for by these inputs."""
+    """Return `read(inputs, answer=echo)`: the requests that a dialogue gets for these inputs."""
 
     def call(inputs: list[str | None], answer: Any = echo) -> list[tuple[Any, ...]]:
         following, dialogue = iter(inputs), mock.create_autospec(Dialogue, instance=True)
@@ -276,7 +276,7 @@ def test_a_template_that_refuses(engine, tmp_path):
 
 @pytest.mark.slow
 def test_ctrl_c_ends_an_answer_and_not_the_conversation():
-    """A long answer is broken off; the next line is answered after that part."""
+    """A long answer is interrupted; the next line is answered after that part."""
     arguments = ("--chat", "--chat-template", "plain", "--context", "1000")
     arguments += ("--model", str(embedded()), "--schedule", "layerwise")
     arguments += ("--max-new-tokens", "900")

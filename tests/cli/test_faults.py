@@ -22,7 +22,6 @@ from infinigen_jax.settings.sampling import Sampling
 
 
 def error_lines(done: subprocess.CompletedProcess[str], number: int = 1) -> list[str]:
-    """The error messages of a command that failed as it should."""
     assert done.returncode == 2, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == number and "Traceback" not in done.stderr and done.stdout == ""
@@ -86,7 +85,7 @@ def test_every_kind_of_out_of_memory(error, capsys):
 
 
 def test_streams_that_the_caller_closed(monkeypatch):
-    """Nothing is read there, what is printed is lost, and the exit status is what it is."""
+    """Input is empty, output is lost, and the exit status stays correct."""
     names = ("stdin", "stdout", "stderr")
     for name in names:
         monkeypatch.setattr(sys, name, None)

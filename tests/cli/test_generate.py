@@ -1,4 +1,4 @@
-"""The generate command line: what it prints and writes, and what ends it."""
+"""The generate command line: its output, its files, and how it ends."""
 
 import importlib.metadata
 import inspect
@@ -69,7 +69,7 @@ SHORT = ("--prompt", "The king said", "--max-new-tokens", "4")
 
 @pytest.fixture
 def run(command):
-    """`run(*arguments)` is the command of this file; `main` may be another one's."""
+    """Return `run(*arguments)`, which runs this file's command; `main` may be another one's."""
     return lambda *arguments, main=generate.main: command(main, *arguments)
 
 
@@ -160,7 +160,7 @@ def test_a_folder_that_was_never_converted(run, tmp_path, monkeypatch):
 
 
 def test_help(run):
-    """Expert options are shown only when all are asked for, and are options all the same."""
+    """Expert options are shown only on request, but always accepted."""
     status, out, err = run("--help")
     shown = re.findall(r"^  (--[a-z-]+)", out, re.MULTILINE)
     assert status == 0 and err == "" and "conversation:" in out and 25 <= len(shown) <= 32
@@ -246,7 +246,7 @@ def test_interrupted_in_the_middle(tmp_path):
     assert only(tmp_path) == []
 
 
-# Options that reach the engine: what it is made with, and what it is asked to start.
+# Options that reach the engine: its settings, and the arguments of its start.
 
 STARTED = "a stub that begins nothing"
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -270,7 +270,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def given(monkeypatch) -> dict[str, Any]:
-    """Arguments by name of the engines that are made, and of their first start."""
+    """Return the arguments, by name, of the engines that are made and of their first start."""
     found: dict[str, Any] = {}
 
     class Stub(Engine):

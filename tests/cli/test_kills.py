@@ -1,4 +1,4 @@
-"""Commands killed at random moments: what they write is whole or absent, and they can go on."""
+"""Commands killed at random moments: their files are whole or absent, and they can resume."""
 
 import json
 import random
@@ -27,14 +27,13 @@ def finish(process: subprocess.Popen[bytes]) -> None:
 
 
 def kill(process: subprocess.Popen[bytes]) -> bool:
-    """Whether the process still ran."""
+    """Kill a process; return whether it still ran."""
     process.kill()
     process.communicate()
     return process.returncode < 0
 
 
 def test_saving_a_conversation(shallow_folder, tmp_path):
-    """Killed while the file is written."""
     rng, killed, path = random.Random(1), 0, tmp_path / "talk"
     arguments = ("--chat", "--chat-template", "plain", "--prompt", "Once upon a time")
     arguments += ("--max-new-tokens", "8", "--model", shallow_folder / "tiny-llama", "--save", path)
@@ -54,7 +53,7 @@ def test_saving_a_conversation(shallow_folder, tmp_path):
 
 
 def test_evaluating(shallow_folder, tmp_path):
-    """Killed anywhere; the last run goes on where they were, with the same result."""
+    """Killed at random moments; the last run resumes the others, with the same result."""
     rng, killed = random.Random(2), 0
     arguments = ("perplexity", "--text", DEFAULT_TEXT, "--window", "48", "--windows", "2")
     arguments += ("--budget", "0.1", "0.3", "--model", shallow_folder / "tiny-llama")

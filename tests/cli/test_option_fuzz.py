@@ -65,7 +65,7 @@ MAINS: dict[str, Callable[..., int]] = {
 
 
 def options_of(name: str) -> list[argparse.Action]:
-    """A command's options, from its parser, so that new ones are included."""
+    """Return a command's options from its parser, so that new ones are included."""
     module: Any = {"generate": generate, "convert": convert, "plan": plan}.get(name, evaluate)
     parser = module.build_parser()
     if module is evaluate:
@@ -75,7 +75,7 @@ def options_of(name: str) -> list[argparse.Action]:
 
 
 def drawn(rng: random.Random, name: str, options: list[argparse.Action]) -> list[str]:
-    """Arguments of one case: the base of the command, and one to four options."""
+    """Return the arguments of one case: the command's base, and one to four options."""
     arguments = [*([name] if name in evaluate.COMMANDS else []), *BASE[name]]
     for action in rng.sample(options, rng.randint(1, min(4, len(options)))):
         option = rng.choice(action.option_strings)
@@ -92,7 +92,6 @@ def drawn(rng: random.Random, name: str, options: list[argparse.Action]) -> list
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, its conversion and a text."""
     root = tmp_path_factory.mktemp("options")
     made = make_tiny(root / "source", "llama", num_hidden_layers=2, vocab_size=1024)
     add_tokenizer(made.folder)

@@ -28,7 +28,7 @@ def tokenizer() -> Tokenizer:
 
 
 def prepared(tokenizer, template, prefix="", **options):
-    """With a model whose tokenizer has this template."""
+    """Prepare prompts with a model whose tokenizer has this template."""
     model = random_model("one")
     config = dataclasses.replace(model.config, max_positions=200, vocab_size=10**6)
     templated = Tokenizer(tokenizer.backend, tokenizer.special_tokens, template)

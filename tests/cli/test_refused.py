@@ -135,7 +135,7 @@ def test_one_line_names_what_is_wrong(main, line, wanted, refused, monkeypatch):
     assert re.search(wanted, refused(main, *shlex.split(line)))
 
 
-# A server that cannot go on.
+# A server that cannot continue.
 
 
 def test_a_failure_ends_the_server(command, monkeypatch):

@@ -1,4 +1,4 @@
-"""Conversion: what comes out, and that failures and interruptions leave no trace."""
+"""Conversion: its results, and that failures and interruptions leave no trace."""
 
 import concurrent.futures
 import itertools
@@ -98,7 +98,7 @@ def test_conversion_is_reproducible(tiny, tmp_path):
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_unchanged_weights_are_links(sharded, tiny, tokens, tmp_path, monkeypatch):
-    """They survive the source, and a change within a file is noticed."""
+    """They outlive the source, and a change within a file is noticed."""
     made = tiny("llama", num_hidden_layers=1)
     if sharded:
         (made.folder / "model.safetensors").unlink()
@@ -161,7 +161,7 @@ def test_destinations_that_are_refused(tiny, tmp_path):
     ],
 )
 def test_a_failing_writer_leaves_what_was_there(error, seen, message, tiny, tmp_path, monkeypatch):
-    """Nothing, or the conversion that was to be replaced; that is replaced after success only."""
+    """Nothing, or the earlier conversion, which is replaced only after success."""
     made = tiny("llama", num_hidden_layers=1)
     out = convert(made.folder, tmp_path / "out", calibration=TEXT)
     before = {file.name: file.read_bytes() for file in out.iterdir()}
@@ -221,7 +221,7 @@ def test_killed_conversions(tiny, tmp_path):
 
 
 def test_four_conversions_to_one_folder(tiny, tmp_path):
-    """One makes it, and the others, who waited, leave it as it is."""
+    """One process converts; the others wait and leave the result unchanged."""
     made = tiny("llama", num_hidden_layers=1)
 
     def attempt(_: int) -> str:

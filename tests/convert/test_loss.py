@@ -58,7 +58,7 @@ def test_against_loops_over_tokens():
 
 
 def _group(q, k, v, group, head: int, at: int, count: int) -> np.ndarray:
-    """A head's attention: rows chosen for its group exactly, block means of the others."""
+    """Return a head's attention: rows chosen for its group exactly, block means of the others."""
     far = np.array([t for t in range(loss.SINKS, at + 1) if at - t >= loss.RECENT])
     total = np.zeros(len(far))
     for h in group:

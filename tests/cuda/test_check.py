@@ -1,4 +1,4 @@
-"""The kernels' check, with emulated kernels that are right or wrong, and when it is run at all."""
+"""The kernels' check, with right and wrong emulated kernels, and when it runs."""
 
 import logging
 import sys
@@ -81,11 +81,9 @@ def test_the_check_is_found_from_anywhere(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 class Machine:
-    """One whose JAX has GPUs, and where the check is a process that runs `code`.
+    """Machine whose JAX has GPUs of some `kinds`, and whose check is a process that runs `code`.
 
-    Attributes:
-        kinds: of its GPUs.
-        driver, sources: what a check's outcome depends on, among others.
+    The outcome of a check depends on `driver` and `sources`, among others.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path):
@@ -121,7 +119,7 @@ class Machine:
 
     @property
     def checks(self) -> list[str]:
-        """A line of each that was run."""
+        """Return a line of each check that was run."""
         return self.log.read_text().splitlines() if self.log.exists() else []
 
 

@@ -1,4 +1,4 @@
-"""Compiled kernels: their cache, their version, and what is said where there is no compiler."""
+"""Compiled kernels: their cache, their version, and the error without a compiler."""
 
 import ctypes
 from pathlib import Path
@@ -10,7 +10,7 @@ from infinigen_jax.cuda.launch import readable
 
 
 class Compiler:
-    """Counts its work."""
+    """Compiler that counts its calls."""
 
     version = "1.0"
 

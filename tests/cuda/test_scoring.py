@@ -93,7 +93,7 @@ def test_scores_and_rest(
     )
     eligible = Slots(sinks, window).eligible(jnp.asarray(positions), t)[:, None]
     expected = np.asarray(reference_rest(scores, eligible, wanted, blocks=t // tail_block).score)
-    # The reference drops what is too light next to the head's best score, which the kernel has.
+    # The reference drops terms far below the head's best score, which the kernel keeps.
     best = jnp.max(jnp.where(eligible[:, :, None], scores, -jnp.inf), axis=-1, keepdims=True)
     heavy = expected > np.asarray(best) - 80
     assert_close(result[heavy], expected[heavy])
@@ -117,7 +117,7 @@ def test_scores_and_rest(
 
 
 def decode(index: IndexFormat, entries: np.ndarray) -> np.ndarray:
-    """The keys in an index [b, k, r, t]."""
+    """Return the keys in an index [b, k, r, t]."""
     b, k, _, t = entries.shape
     step, low = (x[:, :, None] for x in steps_and_lows(entries))
     codes = entries[:, :, :-1, None] >> np.arange(0, 32, BITS, dtype=np.uint32)[:, None]
@@ -147,7 +147,7 @@ def test_through_xla(monkeypatch: pytest.MonkeyPatch, columns: int):
 
 
 def test_each_device_scores_and_selects_its_own_part(monkeypatch: pytest.MonkeyPatch):
-    """A kernel is called on shards, as XLA cannot divide it."""
+    """Kernels are called on shards, because XLA cannot divide them."""
     seen = {}
 
     def run(kernel: str, operands: tuple, outs: tuple, grid: tuple, integers: tuple) -> tuple:

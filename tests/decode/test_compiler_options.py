@@ -25,7 +25,7 @@ from infinigen_jax.transfer import CudaTransfer
 
 
 def layout(weights_on_host: bool) -> Layout:
-    """One of which nothing else is known."""
+    """Return a layout with only this property."""
     bare = object.__new__(Layout)
     object.__setattr__(bare, "weights_on_host", weights_on_host)
     return bare

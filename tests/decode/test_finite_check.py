@@ -29,7 +29,7 @@ def engine(params, **settings) -> Engine:
 
 
 def spoiled(params, path: str, value: float = jnp.nan):
-    """The parameters with one number in a leaf replaced."""
+    """Return the parameters with one number in a leaf replaced."""
     leaves, tree = jax.tree_util.tree_flatten_with_path(params)
     names = [jax.tree_util.keystr(place, simple=True, separator=".") for place, _ in leaves]
     at, arrays = names.index(path), [leaf for _, leaf in leaves]
@@ -58,7 +58,6 @@ PROMPTS = [[3] * 5, [4] * 12, [5] * 9]
     ],
 )
 def test_weights_that_are_not_finite(params, leaf, value, second, expected):
-    """Found while the prompt is read."""
     prompts = [PROMPTS[0], second, PROMPTS[2]]
     with pytest.raises(NotFiniteError) as error:
         engine(spoiled(params, leaf, value)).start(prompts, max_new_tokens=4)
@@ -67,7 +66,7 @@ def test_weights_that_are_not_finite(params, leaf, value, second, expected):
 
 @pytest.mark.parametrize("schedule", ["fused", "layerwise"])
 def test_a_token_that_was_drawn(params, schedule):
-    """In a decode step, of the sequence that it happens to, at its own position."""
+    """In a decode step, with the sequence and the position of the token."""
     bad = spoiled(params, "embedding.tokens.embedding")
     run = engine(bad, schedule=schedule).start(PROMPTS, max_new_tokens=8)
     tokens = run.tokens(ignore_eos=True)

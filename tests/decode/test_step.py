@@ -45,7 +45,7 @@ def test_bytes_and_fractions():
     assert run.plan.resident == sum(x.nbytes for x in jax.tree.leaves(run.cache.local))
 
 
-# What a step must not do.
+# Operations that a step must not do.
 
 
 @pytest.mark.parametrize(

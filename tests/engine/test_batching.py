@@ -1,4 +1,4 @@
-"""Continuous batches: more prompts than sequences give what each prompt gives alone."""
+"""Continuous batches: more prompts than sequences give each prompt's result alone."""
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ def test_a_prompt_that_ends_with_its_first_token():
 
 
 def test_idle_rows_rest():
-    """They fetch nothing and never come to the end of the cache, however long others go on."""
+    """They fetch nothing and never reach the end of the cache, however long others continue."""
     long = [9] * 68
     soon, late = (tokens_of(engine("one"), [prompt], 60)[0] for prompt in (PROMPTS[1], long))
     end = next(i for i in range(3, 60) if soon[i] not in late[:40])  # the others' end

@@ -41,7 +41,7 @@ SETTINGS: dict[str, tuple[Policy, dict[str, Any]]] = {
 
 
 def say(conversation: Conversation, turn: list[int], new: int, stop: int = 1000) -> list[int]:
-    """The answer, broken off after `stop` tokens."""
+    """Return the answer, interrupted after `stop` tokens."""
     answer = []
     with contextlib.closing(conversation.turn(turn, new, ignore_eos=True)) as steps:
         for step in steps:
@@ -176,7 +176,7 @@ def test_no_program_is_compiled_for_a_later_turn():
     assert host_of(conversation).sharding.memory_kind == "pinned_host"
 
 
-# What is refused.
+# Refusals.
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +206,7 @@ def test_other_settings_are_refused_by_name(why, saved):
 
 
 def test_files_of_before_a_setting_existed(tmp_path, monkeypatch):
-    """They did what is its default; another value is another setting."""
+    """They used the default of the setting; another value is refused."""
     conversation = engine("one").conversation(context=CONTEXT)
     say(conversation, TURNS[0], 5)
     settings_of = conversation_module.settings_of
@@ -231,7 +231,7 @@ def test_settings_that_change_no_result_may_differ(saved):
 
 
 def test_memory_is_checked_before_anything_is_allocated(saved, monkeypatch):
-    """A resumed conversation is checked as a first turn is, which can be tried again."""
+    """Both a resumed conversation and a first turn, which can be repeated."""
 
     def allocate(*arguments: Any) -> None:
         raise AssertionError("allocated")

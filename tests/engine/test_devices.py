@@ -1,6 +1,6 @@
-"""Several devices: sequences and KV heads shared out over a mesh give what one device gives.
+"""Several devices: sequences and KV heads divided over a mesh give the result of one device.
 
-JAX has as many CPU devices as it is told before it starts, so this is a process of its own.
+The number of CPU devices is set before JAX starts, so this is a separate process.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The number of tokens to draft: the closed form, and what it learns from."""
+"""The number of tokens to draft: the closed form, and its measurements."""
 
 import numpy as np
 import pytest

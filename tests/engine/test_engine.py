@@ -53,7 +53,7 @@ def test_caches_of_several_stream_blocks(monkeypatch):
 
     full = finished(small(Full()))
     monkeypatch.setattr(layer_rows, "STREAM_BLOCK", 32)
-    blocks = small(Full(window=3))  # another policy: compiled anew
+    blocks = small(Full(window=3))  # another policy, compiled again
     assert finished(blocks).new_tokens == full.new_tokens
 
 
@@ -71,7 +71,7 @@ def test_the_papers_settings_stream_the_first_layers():
 
 def test_end_of_text_ends_its_row_and_no_other():
     free = finished(small()).new_tokens
-    eos = free[1][4]  # what the second prompt's fifth token will be
+    eos = free[1][4]  # the fifth token of the second prompt
     stopping = with_ends(small(), eos)
     got = stopping.generate(RAGGED, max_new_tokens=NEW)
     for tokens, all_tokens in zip(got.tokens, free, strict=True):
@@ -92,7 +92,7 @@ def test_single_tokens_are_prompts():
     assert tokens_of(small(ALL), [[7]]) == tokens_of(small(Full()), [[7]])
 
 
-# What is refused.
+# Refusals.
 
 
 def test_settings_and_prompts_out_of_range():

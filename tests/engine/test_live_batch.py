@@ -1,4 +1,4 @@
-"""Sequences that join and leave a live batch give what each gives alone."""
+"""Sequences that join and leave a live batch give each one's result alone."""
 
 from collections.abc import Sequence
 
@@ -66,7 +66,7 @@ def test_arrivals_equal_single_prompts(policy, settings):
 
 
 def test_an_idle_row_does_not_fill_the_cache():
-    """A sequence that ran to the end of its cache rests while another one goes on."""
+    """A sequence that ran to the end of its cache rests while another one continues."""
     made = engine("one", SPARSE, 0, prefill_chunk=CHUNK)
     long = CAPACITY - len(PROMPTS[0]) - 1
     expected = tokens_of(made, PROMPTS[:1], new=long, ignore_eos=True)
@@ -95,7 +95,7 @@ def test_a_sequence_moves_between_batches(policy, settings):
 
 
 def move(made: Engine, whole: LiveBatch, prompts: Sequence[list[int]]) -> list[list[int]]:
-    """Decode the first prompt in three batches after each other, in the second with the other."""
+    """Decode the first prompt in three batches in turn, in the second with the other prompts."""
     answers: list[list[int]] = [[], []]
     put = Placement(made.mesh).batch
 
@@ -121,7 +121,6 @@ def move(made: Engine, whole: LiveBatch, prompts: Sequence[list[int]]) -> list[l
 
 
 def read(made: Engine, prompt: list[int], capacity: int = CAPACITY) -> Single:
-    """Read a prompt."""
     cache = empty_cache(made.decoder, 1, capacity)
     reading = Reading(made.runtime, prompt, cache, CHUNK)
     while not reading.complete:

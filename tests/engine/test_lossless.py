@@ -67,7 +67,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
 
 @functools.cache
 def pair(name: str) -> tuple[Engine, Engine]:
-    """The engine with the full cache, and the lossless one."""
+    """Return the engine with the full cache, and the lossless one."""
     model, policy, common, lossless = CASES[name]
     return engine(model, FULL, **common), engine(model, policy, lossless=True, **common, **lossless)
 
@@ -105,7 +105,7 @@ def test_draws_are_those_of_the_full_cache_with_the_same_seed():
 
 @functools.cache
 def perfect() -> Engine:
-    """All drafts are accepted; a prompt alone, so that a conversation has the same programs."""
+    """Return an engine whose drafts are all accepted; a prompt is alone, as in a conversation."""
     return engine("one", ALL, lossless=True, draft_tokens=3)
 
 
@@ -154,7 +154,7 @@ def test_a_conversation_may_end_a_turn_at_any_token(name):
 
 
 class Letters:
-    """A tokenizer of one letter per token."""
+    """Tokenizer of one letter per token."""
 
     convert_ids_to_tokens = staticmethod(str)
 
@@ -220,7 +220,7 @@ def test_sampling_has_the_distribution_of_the_full_model():
 def distribution(
     model: Any, prompt: list[int], length: int, kept: int, temperature: float
 ) -> dict[tuple[int, ...], float]:
-    """Probabilities of all continuations, by the logits of the whole model."""
+    """Return the probabilities of all continuations by the logits of the whole model."""
     found = {(): 1.0}
     for _ in range(length):
         texts = np.array([[*prompt, *tokens] for tokens in found], np.int32)

@@ -1,8 +1,8 @@
 """Configurations of the engine, chosen to cover pairs of settings: each runs once.
 
-Every case belongs to a family: settings that decide which tokens come out. All other settings must
-not change them, nor how many rows are selected: the schedule, a hot set, where the weights are, how
-rows are transferred, the pieces in which a prompt is read, and the neighbours in the batch. The
+Every case belongs to a family of settings that determine the tokens. All other settings must change
+neither the tokens nor the number of selected rows: the schedule, a hot set, where the weights are,
+how rows are transferred, the pieces in which a prompt is read, and the neighbours in the batch. The
 reference of a family decodes each prompt alone.
 """
 
@@ -28,7 +28,7 @@ TAIL = dataclasses.replace(SPARSE, query="own", tail=True, index_dtype="int4", p
 
 
 class Family(NamedTuple):
-    """Settings that decide about the tokens; `settings` are the engine's."""
+    """Settings that determine the tokens; `settings` are the engine's."""
 
     policy: Policy
     dense_layers: int = 1
@@ -58,8 +58,8 @@ class Case(NamedTuple):
     """Differences from the family's reference.
 
     Attributes:
-        policy, dense_layers: for a full family: another that fetches everything.
-        crosses: rows are copied to the device, as where its memory is not the host's.
+        policy, dense_layers: other values that fetch everything, for a full family.
+        crosses: rows are copied, as to a device with separate memory.
         batch: prompts decoded together; the others wait. None for all.
     """
 
@@ -122,7 +122,7 @@ def engine_of(family: Family, schedule: str = "fused", **settings: Any) -> Engin
 
 
 def places(engine: Engine) -> dict[tuple[str, bool], set[str | None]]:
-    """Memory kinds of the layers' parameters, by part and whether they are matrices."""
+    """Return the memory kinds of the layers' parameters, by part and whether they are matrices."""
     found: dict[tuple[str, bool], set[str | None]] = {}
     for layer in engine.weights.params["layers"]:
         for part, parameters in layer.items():
@@ -133,7 +133,7 @@ def places(engine: Engine) -> dict[tuple[str, bool], set[str | None]]:
 
 @functools.cache
 def reference(name: str) -> tuple[list[list[int]], np.ndarray]:
-    """Tokens of each prompt, decoded alone, and rows selected in each step for each."""
+    """Return tokens of each prompt, decoded alone, and rows selected in each step for each."""
     engine = engine_of(FAMILIES[name])
     runs = [finished(engine, [prompt]) for prompt in RAGGED]
     counts = np.concatenate([counts_of(run) for run in runs], axis=1)
@@ -141,7 +141,7 @@ def reference(name: str) -> tuple[list[list[int]], np.ndarray]:
 
 
 def decoded(engine: Engine, batch: int | None) -> Run:
-    """A run to its end; nothing of the cache leaves its memory, and the host's stays in place."""
+    """Return a finished run; no part of the cache leaves its memory, and its host array stays."""
     run = engine.start(RAGGED, max_new_tokens=NEW, batch=batch)
     assert run.cache.host is not None
     address = run.cache.host.unsafe_buffer_pointer()

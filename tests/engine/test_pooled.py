@@ -1,4 +1,4 @@
-"""Generation with a limited host cache: against none, against masks, and what it takes."""
+"""Generation with a limited host cache: against none, against masks, and its memory."""
 
 import dataclasses
 from typing import Any
@@ -36,9 +36,9 @@ def scored(engine: Engine, steps: int, each: Any = lambda run: None) -> tuple[Ru
 
 
 def live(run: Run) -> list[list[list[np.ndarray]]]:
-    """Positions that each host layer, sequence and KV head can attend to in the last step.
+    """Return the positions that host layers, sequences and KV heads can attend to in the last step.
 
-    What is in the pool, and what is on the device.
+    They are in the pool or on the device.
     """
     resident = np.asarray(run.decoder.slots.positions(run.cache.lengths - 1))
     found = []
@@ -66,7 +66,7 @@ def test_evicted_rows_are_masked_in_full_attention(policy, eviction):
         for position, heads in zip(steps, seen, strict=True):
             for head, rows in enumerate(heads[i]):
                 assert len(rows) <= 14 + policy.window + policy.sinks
-                assert position < 20 or len(rows) < position + 1  # something is gone
+                assert position < 20 or len(rows) < position + 1  # some rows were evicted
                 mask[head, position] = np.isin(np.arange(len(TOKENS[i])), rows)
         model = random_model("one")
         each_query = np.repeat(mask, model.config.group_size, axis=0)[None]
@@ -112,7 +112,7 @@ def test_slots_hold_the_rows_of_the_directory():
 
 
 def test_the_limit_is_what_is_allocated():
-    """Not the context: host array, index, hot set and directories have the pool's slots."""
+    """Host array, index, hot set and directories have the slots of the pool, not of the context."""
     pool = Pool(tokens=18)
     for policy, settings in ((TAIL, {"hot_set": 1.0}), (Full(), {})):
         free = engine("one", policy, **settings).start(RAGGED, max_new_tokens=NEW)

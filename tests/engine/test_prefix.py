@@ -82,7 +82,7 @@ def test_where_keys_depend_on_the_prompt_s_length_nothing_is_shared():
 
 @pytest.mark.slow
 def test_small_rows_are_what_they_are_in_chunks():
-    """A prefix is the first chunk, which decides how rows are scaled."""
+    """A prefix is the first chunk, which determines the scales of rows."""
     prefix, ends = PREFIX[:128], ENDS[1:4:2]
     prompts = [[*prefix, *end] for end in ends]
     chunked = engine("one", rows="int8", prefill_chunk=128)
@@ -111,7 +111,7 @@ def test_rows_are_stored_once():
 
 
 def test_the_prefix_that_is_given_is_what_is_shared():
-    """Not the common beginning of the prompts."""
+    """The common beginning of the prompts is not detected."""
     made = engine("one")
     prompts = [[*PREFIX, 7, 8, 9], [*PREFIX, 7, 8, 5]]
     for asked, read in ((prompts, 141 + 2 * 3), ([PREFIX] * 2, 140 + 2)):

@@ -33,7 +33,6 @@ def test_saved_measurements(tmp_path_factory, changes):
 
 @pytest.fixture(scope="module")
 def conversation(tmp_path_factory) -> Path:
-    """A saved conversation."""
     talk = engine("one").conversation(context=200)
     list(talk.turn([5, 6, 7], 5))
     talk.save(path := tmp_path_factory.mktemp("talk") / "whole")

@@ -1,4 +1,4 @@
-"""The work of a start: what is traced of many layers, and what a second process saves."""
+"""The work of a start: tracing of many layers, and savings of a second process."""
 
 import functools
 from collections.abc import Callable

@@ -54,7 +54,7 @@ def read(name: str) -> Cache:
 
 
 def advance(name: str, cache: Cache, round_: Any, *, drafts: bool) -> Cache:
-    """A round of given tokens, of which each sequence accepts a given number."""
+    """Run a round of given tokens, of which each sequence accepts a given number."""
     count, tokens, accepted = round_
     runtime = made(name).runtime
     parts = runtime.decoder, runtime.weights
@@ -71,7 +71,7 @@ def advance(name: str, cache: Cache, round_: Any, *, drafts: bool) -> Cache:
 
 
 def comparable(name: str, cache: Cache) -> list[np.ndarray]:
-    """All arrays that a later step may read, without hot sets, whose entries are a choice."""
+    """Return all arrays that a later step may read, except hot sets, whose entries may differ."""
     lengths, stored = np.asarray(cache.lengths), made(name).decoder.row_format
     assert cache.host is not None
 

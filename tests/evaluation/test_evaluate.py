@@ -1,4 +1,4 @@
-"""The evaluate command line: what it measures and writes, and how it refuses bad input."""
+"""The evaluate command line: its measurements and files, and how it refuses bad input."""
 
 import json
 import math
@@ -48,7 +48,7 @@ def text(tmp_path) -> Path:
 
 @pytest.fixture
 def refused(refused, text):
-    """`refused(*arguments)` checks how `perplexity` fails, and returns its one line."""
+    """Return `refused(*arguments)`, which checks that `perplexity` fails and returns its line."""
 
     def call(*arguments: str | Path) -> str:
         line = refused(evaluate.main, "perplexity", "--text", text, "--quiet", *arguments)
@@ -59,7 +59,6 @@ def refused(refused, text):
 
 
 def test_table_and_record(tmp_path, text, command):
-    """With the embedded model."""
     result = tmp_path / "result.json"
     arguments = ["--text", text, "--json", result, *SIZES, "--chunk", "20", "--alpha", "inf"]
     arguments += ["--policy", "full", "infinigen", "--budget", "0.1", "--weight-dtype", "int8"]
@@ -79,7 +78,7 @@ def test_table_and_record(tmp_path, text, command):
     assert record["model"]["name"] == "books-llama" and record["versions"]["jax"]
     sizes = dict(window=48, context=16, windows=3, batch=2, chunk=20)
     assert record["settings"] == sizes | {"likeliest": 128}
-    # Nothing tells where things lie on this machine.
+    # No path of this machine is recorded.
     assert str(tmp_path) not in result.read_text() and str(ROOT) not in result.read_text()
     full, sparse = record["configurations"]
     every = {name for names in KINDS.values() for name in names.split()}
@@ -158,7 +157,7 @@ def test_what_tells_lines_apart():
     ]
     assert name_columns(a)[0] == ["policy", "budget", "count", "tail"]
     assert labels(a) == ["full", "infinigen 0.05 head yes", "infinigen 0.1 mean no", "window 0.1"]
-    # A preset's name says what is different in it.
+    # A preset's name implies its differences.
     b = [line("infinigen", budget=0.1, alpha=4.0), line("infinigen-paper", budget=0.1, alpha=5.0)]
     assert name_columns(b)[0] == ["policy", "budget"]
     c = [line("infinigen", budget=0.1, alpha=alpha) for alpha in (4.0, "inf")]
@@ -226,7 +225,7 @@ def test_all_orders_of_a_streamed_pool_are_one():
 
 
 def test_what_was_measured_before_is_still_compared_with(tmp_path):
-    """A run that goes on where it was cut off has the full cache's predictions from its parts."""
+    """A resumed run takes the full cache's predictions from its parts."""
     few = [f"window:window=4,sinks=2,budget={budget}" for budget in (0.1, 0.2)]
     given = ["perplexity", "--text", "t", "--dense-layers", "0", "--policy", "full", *few]
     arguments = evaluate.build_parser().parse_args([*given, "--quiet"])

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("shallow")
 
 
 def plain(model: Any, context: Any, text: Any) -> np.ndarray:
-    """Log-probabilities by the plain forward pass, for each token of the text and one more."""
+    """Return log-probabilities of the plain forward pass for the text's tokens and one more."""
     row = np.zeros((1, 256), np.int32)  # one shape, one compilation; the padding has no effect
     row[0, : len(context) + len(text)] = [*context, *text]
     log_probs = np.asarray(jax.nn.log_softmax(logits_of(model, row)[0]))
@@ -30,7 +30,7 @@ def plain(model: Any, context: Any, text: Any) -> np.ndarray:
 
 
 def expected(model: Any, one: Continuation) -> tuple[float, bool]:
-    """By the plain forward pass."""
+    """Return likelihood and greediness by the plain forward pass."""
     log_probs, text = plain(model, one.context, one.text)[:-1], np.array(one.text)
     greedy = bool((log_probs.argmax(axis=-1) == text).all())
     return log_probs[np.arange(len(text)), text].sum(), greedy

@@ -1,4 +1,4 @@
-"""Recall: what is observed of the engine's steps, against NumPy over the plain forward pass."""
+"""Recall: observations of the engine's steps, against NumPy over the plain forward pass."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ NARROW = {"budget": 0.2, "sinks": 2, "window": 4}
 
 
 def attended_by_window(position: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Positions that `window` attends to, those only the host has, and the budget's rows."""
+    """Return positions that `window` attends to, those only on the host, and the budget's rows."""
     t = np.arange(SIZE)
     resident = (t <= position) & ((t < 2) | (t > position - 4))
     eligible = (t <= position) & ~resident
@@ -52,7 +52,7 @@ def test_window_against_numpy(name):
         row = weights[:, :, p]
         past = row.copy()
         past[..., p] = 0
-        # The oracle: by the group's softmax over what can be fetched.
+        # The oracle: by the group's softmax over the rows that can be fetched.
         among = np.where(eligible, row, 0)
         among = among / among.sum(axis=-1, keepdims=True)
         among = among.reshape(3, config.num_kv_heads, config.group_size, SIZE).sum(axis=2)
@@ -131,7 +131,7 @@ def test_watching_changes_nothing():
     np.testing.assert_allclose(scores[1], scores[0], rtol=1e-5, atol=1e-5)
 
 
-# What is kept of an interrupted run.
+# Parts of an interrupted run.
 
 
 def test_parts(tmp_path):

@@ -46,7 +46,7 @@ def test_items_depend_on_seed_and_number_only():
 
 
 def test_pairs_have_one_answer():
-    """Only the word tells the number from the others."""
+    """Only the word distinguishes the number from the others."""
     (item,) = make_items([400], [0.5], 1, 7, None, words)
     facts = re.findall(
         r"One of the facts: the special magic number for (\w+) is (\d+)\.", item.context
@@ -57,7 +57,7 @@ def test_pairs_have_one_answer():
 
 
 class Chat:
-    """A tokenizer with a chat template, of one token per character."""
+    """Tokenizer with a chat template, of one token per character."""
 
     chat_template = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}>"
     special_tokens: ClassVar = {"bos_token": "B"}
@@ -82,7 +82,7 @@ PROMPTS = [numbers(n) for n in (37, 22, 31)]
 
 
 def test_answers_are_those_of_generate():
-    """With the full cache, what prefill and what decode steps compute is the same."""
+    """With the full cache, prefill and decode steps compute the same."""
     expected = engine("one", Full()).generate(PROMPTS, max_new_tokens=6).tokens
     tokens, traffic = answer(engine("one", Full()), PROMPTS, 9, 6, 2)
     assert tokens.dtype == np.int32 and tokens.tolist() == expected
@@ -108,7 +108,7 @@ class Tokenizer:
 
 
 def scored(items: list[Item], *answers: np.ndarray) -> list[dict[str, Any]]:
-    """Lines of some configurations' answers, the first one the reference."""
+    """Return the lines of some configurations' answers, the first one the reference."""
     model = dataclasses.replace(random_model("one"), given_tokenizer=Tokenizer())
     described: dict[str, Any] = {"policy": "p", "settings": {}}
     measured = [
@@ -145,7 +145,7 @@ def test_a_needle_at_several_depths_is_one_for_the_error():
 
 @pytest.mark.slow
 def test_the_embedded_model_looks_things_up(tmp_path, capsys):
-    """With nothing but sinks and recent tokens resident: what is not fetched is not found."""
+    """With only sinks and recent tokens resident, it misses the numbers that are not fetched."""
     result = tmp_path / "r.json"
     arguments = ["retrieval", "--length", "300", "--depth", "0.3", "--quiet"]
     arguments += ["--items", "2", "--batch", "2", "--dense-layers", "0", "--budget", "0.05"]

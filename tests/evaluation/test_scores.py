@@ -87,7 +87,7 @@ def test_traffic_is_what_a_run_says_of_itself():
     kept, cached = run.owners.history(np.full(2, run.capacity))  # every step
     rows = rows_per_step(run.counts, kept)
     assert shares == pytest.approx(tuple(fraction(run.decoder, of, kept, cached) for of in rows))
-    # And what stays on the device: sinks and window of SPARSE, the current token apart.
+    # Rows on the device: sinks and window of SPARSE, without the current token.
     resident = np.mean([(2 + 4 - 1) / n for n in range(CONTEXT - 1, 39)])
     assert traffic.attended == pytest.approx(traffic.selected + resident * traffic.tokens)
     assert traffic.host_cache_bytes == run.plan.host_cache
@@ -195,7 +195,7 @@ def test_text_with_a_mark_and_odd_characters(tmp_path):
 
 
 def distributions(spread: float, tokens: int = 50) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probabilities [3, 4, tokens] of one, the likeliest first, and of another one near it."""
+    """Return log-probabilities [3, 4, tokens], the likeliest first, and those of a similar one."""
     rng = np.random.default_rng(1)
     logits = rng.normal(0, 3, (3, 4, tokens))
     both = np.stack([logits, logits + rng.normal(0, spread, logits.shape)])

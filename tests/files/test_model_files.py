@@ -1,4 +1,4 @@
-"""Files of a model folder that are not what they seem: pipes, links, and claims of huge sizes."""
+"""Deceptive files of a model folder: pipes, links, and claims of huge sizes."""
 
 import json
 import os
@@ -20,7 +20,6 @@ from infinigen_jax.loading import load as checkpoint
 
 
 def source(folder: Path) -> Path:
-    """A model folder without a conversion's files."""
     folder.mkdir(parents=True)
     for file in checkpoint.embedded("tiny-llama").iterdir():
         if not file.name.startswith("infinigen"):
@@ -56,7 +55,7 @@ def test_a_huge_file_is_refused_unread(tmp_path):
 
 
 def test_links_and_rights(tmp_path):
-    """Hugging Face's cache consists of links. A copy is as private as what it is a copy of."""
+    """Hugging Face's cache consists of links. A copy is as private as its original."""
     blobs = source(tmp_path / "blobs")
     os.chmod(blobs / "tokenizer.json", 0o600)
     (blobs / "evil").write_text("import os")

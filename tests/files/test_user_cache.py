@@ -1,4 +1,4 @@
-"""The user's cache: where it is, what is kept there, and what is removed."""
+"""The user's cache: its place, its contents, and their removal."""
 
 import os
 import subprocess

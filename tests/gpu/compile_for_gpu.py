@@ -15,8 +15,8 @@ JAX_PLATFORMS=cpu: otherwise JAX tries the plugin and prints a traceback about t
 
 The outcome is read with `reading`.
 
-Works with jax 0.10.2, 0.11.2 and 0.12.0.1. A few names come from jax._src, which may change; all
-of them in `compile_options` and `_compile`, so that a failure is easy to place.
+It works with jax 0.10.2, 0.11.2 and 0.12.0.1. A few names come from jax._src, which may change.
+`compile_options` and `_compile` contain all of them, so that a failure is easy to locate.
 """
 
 import functools
@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# What XLA needs to know about the GPU, as a text proto. To get one for another GPU, run any jitted
+# XLA's description of the GPU, as a text proto. To get one for another GPU, run any jitted
 # function there with XLA_FLAGS=--xla_dump_to=DIR and take the *.gpu_target_config.pbtxt.
 H200 = """
 gpu_device_info {
@@ -72,17 +72,17 @@ class Program(NamedTuple):
 
 
 def available() -> bool:
-    """Whether the CUDA plugin is installed. Meant for pytest.mark.skipif."""
+    """Return whether the CUDA plugin is installed, for pytest.mark.skipif."""
     return _cuda_version() is not None
 
 
 def on_host(shape, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    """An argument in pinned host memory (no memory is allocated)."""
+    """Return an argument in pinned host memory; no memory is allocated."""
     return _abstract(shape, dtype, "pinned_host")
 
 
 def on_device(shape, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    """An argument in device memory (no memory is allocated)."""
+    """Return an argument in device memory; no memory is allocated."""
     return _abstract(shape, dtype, "device")
 
 
@@ -153,7 +153,7 @@ def _topology(target_config: str, devices: int):
 
 
 def compile_options(lowered) -> dict[str, Any]:
-    """The compiler options that a function was jitted with."""
+    """Return the compiler options that a function was jitted with."""
     return dict(lowered._lowering._compiler_options_kvs)
 
 

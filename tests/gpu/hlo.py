@@ -10,7 +10,7 @@ HOST_SPACE = 5  # memory space of pinned host buffers in HLO layouts: "{1,0:S(5)
 
 
 class Buffer(NamedTuple):
-    """One array of an instruction's result."""
+    """Array of an instruction's result."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -20,8 +20,11 @@ class Buffer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a computation. `results` are the arrays it produces, without operands that the
-    text of an asynchronous start repeats in its result type."""
+    """Line of a computation.
+
+    `results` are the arrays it produces, without the operands that the text of an asynchronous
+    start repeats in its result type.
+    """
 
     computation: str
     name: str
@@ -46,7 +49,7 @@ _BITS = {"pred": 8, "s4": 4, "u4": 4, "token": 0}  # others carry their width in
 
 @functools.lru_cache(maxsize=8)
 def computations(hlo: str) -> dict[str, list[Instruction]]:
-    """All computations by name, each a list of instructions in scheduled order."""
+    """Return all computations by name, each a list of instructions in scheduled order."""
     bodies, current = {}, None
     for line in hlo.splitlines():
         if header := _HEADER.match(line):
@@ -63,7 +66,7 @@ def _instruction(computation, name, rest):
     inside, attributes = _until_closing(rest)
     called = re.search(r"(?:calls|to_apply)=%?([\w.\-]+)", attributes)
     if opcode.startswith(("call", "async")):
-        called = None  # a computation with a schedule of its own
+        called = None  # a computation with a separate schedule
     target = re.search(r'custom_call_target="([^"]*)"', attributes)
     op_name = re.search(r'metadata=\{[^}]*op_name="([^"]*)"', attributes)
     attributes = re.sub(r", metadata=\{[^}]*\}", "", attributes)
@@ -99,9 +102,11 @@ def _until_closing(text):
 
 
 def _instruction_results(opcode, result_type):
-    """The part of a result type that an operation produces. Asynchronous starts repeat their
-    operands: a copy-start has the type (destination, source, context), a fusion-start or call-start
-    ((operands), results, context), an all-gather-start (operand, result), an all-reduce-start none.
+    """Return the part of a result type that an operation produces.
+
+    Asynchronous starts repeat their operands: a copy-start has the type (destination, source,
+    context), a fusion-start or call-start ((operands), results, context), an all-gather-start
+    (operand, result), an all-reduce-start none.
     """
     if not opcode.endswith("-start") or not result_type.startswith("("):
         return result_type

@@ -19,7 +19,7 @@ _BOOKKEEPING = _NO_NEW_BUFFER - {"while", "conditional", "call"}
 
 
 class AsyncPair(NamedTuple):
-    """A start, the work that is launched while it runs, and the done that waits for it."""
+    """Start, the work that is launched while it runs, and the done that waits for it."""
 
     start: Instruction
     done: Instruction
@@ -27,7 +27,7 @@ class AsyncPair(NamedTuple):
 
 
 def schedule(program: Program) -> dict[str, list[Instruction]]:
-    """Launches by computation, without fused bodies and bookkeeping."""
+    """Return the launches by computation, without fused bodies and bookkeeping."""
     everything = computations(program.hlo)
     inlined = {i.inlines for body in everything.values() for i in body}
     return {
@@ -38,12 +38,12 @@ def schedule(program: Program) -> dict[str, list[Instruction]]:
 
 
 def launched(program: Program) -> list[Instruction]:
-    """Every launch, one computation after the other."""
+    """Return every launch, one computation after the other."""
     return [i for body in schedule(program).values() for i in body]
 
 
 def copies(program: Program, min_bytes: int = 0) -> list[Instruction]:
-    """Every copy of at least min_bytes, inside fusions too."""
+    """Return every copy of at least min_bytes, inside fusions too."""
     return [
         i
         for body in computations(program.hlo).values()
@@ -53,7 +53,7 @@ def copies(program: Program, min_bytes: int = 0) -> list[Instruction]:
 
 
 def host_copies(program: Program, min_bytes: int = 0) -> list[Instruction]:
-    """The copies that read or write pinned host memory: transfers, and host-to-host copies."""
+    """Return copies that read or write pinned host memory: transfers, and host-to-host copies."""
     bodies = computations(program.hlo)
 
     def touches_host(copy):
@@ -65,11 +65,11 @@ def host_copies(program: Program, min_bytes: int = 0) -> list[Instruction]:
 
 
 def large_results(program: Program, min_bytes: int) -> list[Instruction]:
-    """Everything launched that fills a new buffer of at least min_bytes, be it a copy or not.
+    """Return all launches that fill a new buffer of at least min_bytes, copies or not.
 
-    Finds what a search for copies misses: the cache converted, transposed, sliced or gathered as a
-    whole. Operations that only pass buffers on are left out, and so are updates: if one of them is
-    not in place, a copy in front of it or the temporaries in `memory` tell.
+    It finds operations that a search for copies misses: the cache converted, transposed, sliced or
+    gathered as a whole. Operations that only pass buffers on are left out, and so are updates: one
+    that is not in place has a copy before it, or temporaries in `memory`.
     """
     bodies = computations(program.hlo)
 
@@ -91,7 +91,7 @@ def large_results(program: Program, min_bytes: int) -> list[Instruction]:
 
 
 def async_pairs(program: Program) -> list[AsyncPair]:
-    """Every asynchronous operation, with the work scheduled between its start and its done.
+    """Return asynchronous operations, with the work scheduled between start and done.
 
     An empty `between` means that nothing overlaps with it.
     """
@@ -107,9 +107,9 @@ def async_pairs(program: Program) -> list[AsyncPair]:
 
 
 def independent(program: Program, work: Instruction) -> list[Instruction]:
-    """Launches of the same computation that neither lead to `work` nor need its results.
+    """Return launches of the same computation that neither lead to `work` nor need its results.
 
-    They can run at the same time, whatever their order in the program.
+    They can run concurrently, regardless of their order in the program.
     """
     body = computations(program.hlo)[work.computation]
     by_name = {i.name: i for i in body}
@@ -145,8 +145,10 @@ def assert_no_copy_larger_than(program: Program, limit_bytes: int) -> None:
 
 
 def assert_updated_in_place(program: Program, cache_bytes: int) -> None:
-    """Raise AssertionError unless a donated host cache of this size is returned in its own buffer,
-    and no pinned temporary of that size exists."""
+    """Check that a donated host cache of this size is returned in its own buffer.
+
+    Raise AssertionError otherwise, or if a pinned temporary of that size exists.
+    """
     alias, temp = program.memory["host_alias"], program.memory["host_temp"]
     assert alias >= cache_bytes, f"only {alias} bytes of host memory are aliased, not {cache_bytes}"
     assert temp < cache_bytes, f"{temp} bytes of pinned temporaries, the cache has {cache_bytes}"

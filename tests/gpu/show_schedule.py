@@ -1,4 +1,4 @@
-"""Print what a GPU would launch in one decode step, and what of it overlaps with the transfers.
+"""Print the launches of one decode step on a GPU, and which of them overlap with transfers.
 
     JAX_PLATFORMS=cpu .venv-gpu-compile/bin/python tests/gpu/show_schedule.py [--all] [PROGRAM]...
 

@@ -80,7 +80,7 @@ FLUSHED_BYTES = HEADS * POLICY.window * ROW  # of a layer
 # A layer's ring and sinks, and the sums of the other values.
 BLOCKS = CAPACITY // POLICY.tail_block
 RESIDENT_BYTES = HEADS * ((POLICY.sinks + POLICY.window) * ROW + BLOCKS * CONFIG.head_dim * 4)
-# What comes from the host of a layer's weights, where they live there.
+# Bytes of a layer's weights that come from the host, if the weights are there.
 MOVED = [
     leaf.size * leaf.dtype.itemsize
     for leaf in jax.tree.leaves(in_host_memory(blueprint(CONFIG, DTYPE).layer_shapes))
@@ -110,7 +110,7 @@ def decoder(
 
 
 def _shaped(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
-    """The stand-in for an array."""
+    """Return the shape of an array with its placement."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
@@ -120,7 +120,7 @@ def _placed(tree: Any, sharding: Any) -> Any:
 
 @functools.cache
 def weights(weights_on: str = "device", config: ModelConfig = CONFIG) -> Weights:
-    """Shapes of everything constant."""
+    """Return the shapes of everything constant."""
     architecture = blueprint(config, DTYPE)
     params = {
         "embedding": architecture.embedding_shapes,
@@ -174,7 +174,7 @@ def fused(
     speculate_from: str = "input",
     options: dict[str, Any] | None = None,
 ) -> Program:
-    """The whole step, greedy; with the `cuda` transfer, selection and reuse by kernels as well."""
+    """Return the whole greedy step; with the `cuda` transfer, kernels select and reuse rows."""
     made = decoder(transfer, hot_set, weights_on, config, speculate_from)
     cache = _cache(made)
     with mock.patch.object(cuda, "in_use", lambda: made.transfer.name == "cuda"):
@@ -188,7 +188,7 @@ def fused(
 
 
 def _carry() -> Carry:
-    """Into a layer on the host, its rows fetched."""
+    """Return the carry into a layer on the host, with its rows fetched."""
     at = Placement(default_mesh())
     b, k = BATCH, CONFIG.num_kv_heads
     request = Request(
@@ -202,7 +202,7 @@ def _carry() -> Carry:
 
 @functools.cache
 def scanned() -> Program:
-    """An alternative to the package's step: a scan over the stacked weights of host layers."""
+    """Return an alternative to the package's step: a scan over stacked weights of host layers."""
     cache, constant = _cache(), weights()
 
     def stacked(trees: Any) -> Any:
@@ -244,7 +244,7 @@ def scanned() -> Program:
 def fetching_layer(
     weights_on: str = "device", transfer: Transfer | None = None, hot_set: float = 0.0
 ) -> Program:
-    """One layer on the host that fetches for the next one, as the layerwise schedule runs it."""
+    """Return a host layer that fetches for the next one, as the layerwise schedule runs it."""
     made, constant = decoder(transfer, hot_set, weights_on), weights()
     cache = _cache(made)
     target = Target(constant.params["layers"][-1], constant.policy[-1], cache.states[-1], _scalar())
@@ -263,7 +263,7 @@ def fetching_layer(
 
 @functools.cache
 def flush() -> Program:
-    """The update of the host cache, once every `window` steps."""
+    """Return the update of the host cache, once every `window` steps."""
     cache = _cache()
     return compile_for_gpu(
         steps(decoder()).flush,
@@ -280,7 +280,7 @@ def flush() -> Program:
 
 @functools.cache
 def flush_pool() -> Program:
-    """The flush into a pool with one slot for each position."""
+    """Return the flush into a pool with one slot for each position."""
     at, cache, on_host = Placement(default_mesh()), _cache(), LAYERS - DENSE
     policy = dataclasses.replace(POLICY, tail_tokens=0)
     limited = dataclasses.replace(decoder(), policy=policy, pool=Pool(tokens=CAPACITY))
@@ -294,11 +294,11 @@ def flush_pool() -> Program:
 
 @functools.cache
 def prompt_layer(weights_on: str = "device", by_cudnn: bool = False) -> Program:
-    """One layer on the host over a chunk of a prompt."""
+    """Return one layer on the host over a chunk of a prompt."""
     at = Placement(default_mesh())
     cache, constant = _cache(), weights()
     upcoming = tuple(weights("host").params["layers"][-1:])
-    programs = chunk_steps.__wrapped__(decoder(weights_on=weights_on))  # traced anew
+    programs = chunk_steps.__wrapped__(decoder(weights_on=weights_on))  # traced again
     with cudnn_attention() if by_cudnn else contextlib.nullcontext():
         return compile_for_gpu(
             programs.host_layer,

@@ -20,18 +20,17 @@ FETCHING = range(sp.DENSE - 1, sp.LAYERS - 1)  # layers that fetch for the next
 
 
 def step_of(program: Program) -> list[Instruction]:
-    """The launches of the computation that has the transfers."""
+    """Return the launches of the computation that has the transfers."""
     (body,) = (b for b in schedule(program).values() if any(map(is_fetch, b)))
     return body
 
 
 def is_fetch(i: Instruction) -> bool:
-    """Whether this starts a gather. Newer versions of JAX start the parts of its result as well."""
+    """Return whether this starts a gather; newer versions of JAX also start parts of its result."""
     return i.opcode == "call-start" and len(i.operands) > 1
 
 
 def products(work: list[Instruction], scope: str) -> list[Instruction]:
-    """Matrix products in a named scope."""
     return [i for i in work if f"/{scope}/" in i.op_name and i.op_name.endswith("dot_general")]
 
 
@@ -49,8 +48,8 @@ def test_attention_and_mlp_can_run_during_a_fetch(hot_set: float):
             assert there and len(work) - len(there) <= (scope == "attention")
         attention = [i.op_name for i in body if f"/layer{number + 1}/attention/" in i.op_name]
         assert any(name not in [i.op_name for i in free] for name in attention)
-    # What is fetched was scored by one launch, chosen by a second, and looked up in the hot set by
-    # a third. A layer with fetched rows has a launch for them and one for its tail.
+    # One launch scores the rows, a second one selects, and a third one looks up the hot set; each
+    # layer with fetched rows has a launch for them and one for its tail.
     order = [i.op_name.split("/")[-2] for i in body if i.target == TARGET]
     assert order.count("attention") == order.count("tail") == len(FETCHING)
     chosen = ["speculate", "select", *["reuse"] * (hot_set > 0)]
@@ -65,7 +64,7 @@ def test_attention_and_the_mlp_can_run_during_a_fetch_by_what_is_resident():
         free = independent(program, fetch)
         mlp, attention = (products(body, f"layer{number}/{s}") for s in ("mlp", "attention"))
         assert mlp and all(i in free for i in mlp)
-        # Attention to all does not wait for it, attention to what is resident leads to it.
+        # Attention to all rows does not wait for it; it needs attention to the resident ones.
         resident = [i for i in attention if "/resident/" in i.op_name]
         assert resident and not any(i in free for i in resident)
         assert any(i in free for i in attention)

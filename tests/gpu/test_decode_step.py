@@ -27,12 +27,12 @@ FETCHING = range(sp.DENSE - 1, sp.LAYERS - 1)  # layers of the fused step that f
 
 
 def transfers(program: Program) -> list[AsyncPair]:
-    """Copies of fetched rows to the device, with what is launched meanwhile."""
+    """Return copies of fetched rows to the device, with the work launched meanwhile."""
     return [pair for pair in async_pairs(program) if pair.start.nbytes == sp.FETCHED_BYTES]
 
 
 def of(work: tuple[Instruction, ...] | list[Instruction], scope: str) -> set[str]:
-    """Names of the launches that stem from a named scope."""
+    """Return names of the launches that stem from a named scope."""
     return {i.name for i in work if f"/{scope}/" in i.op_name}
 
 
@@ -41,7 +41,7 @@ def products(work: tuple[Instruction, ...] | list[Instruction]) -> list[Instruct
 
 
 def assert_work_overlaps(program: Program, pair: AsyncPair, layer: str) -> None:
-    """Scores, weighted sums, output projection and the whole MLP run while rows are moved.
+    """Check that scores, weighted sums, output projection and MLP run while rows are moved.
 
     Not the projection to q, k and v: it is one product with the speculated query.
     """
@@ -78,7 +78,7 @@ def test_fused_step_copies_rows_and_nothing_else():
     mask = sp.HEADS * sp.CAPACITY
     others = [copy.nbytes for copy in copies(program, 1024) if copy not in host_copies(program)]
     assert set(others) <= {mask} and len(others) <= len(FETCHING)
-    assert not large_results(program, sp.WEIGHT_BYTES)  # nor a matrix or a layer's cache made anew
+    assert not large_results(program, sp.WEIGHT_BYTES)  # nor a new matrix or cache of a layer
     assert program.memory["temp"] < sp.LAYER_BYTES
     assert program.memory["host_temp"] == sp.FETCHED_BYTES  # one staging buffer serves all layers
 
@@ -117,7 +117,7 @@ def test_flush_into_a_pool_is_in_place():
 
 
 def test_prompt_layer_reads_the_host_cache_where_it_is():
-    """PriorRows rows come block by block, whatever the capacity."""
+    """Earlier rows are read block by block, whatever the capacity."""
     program = sp.prompt_layer()
     assert program.memory["host_temp"] == 0
     assert_no_copy_larger_than(program, sp.LAYER_BYTES // 4)
@@ -137,7 +137,7 @@ def test_attention_of_a_prompt_by_cudnn():
     # After attention, XLA splits the product with `down` into eight partial sums, in float32.
     partial_sums = 8 * 4 * sp.BATCH * sp.PROMPT * sp.CONFIG.hidden_size
     assert program.memory["temp"] - partial_sums < 0.4 * sp.prompt_layer().memory["temp"]
-    # Nothing as large as a block's scores, in whatever type.
+    # Nothing as large as a block's scores, in any type.
     scores = sp.BATCH * sp.CONFIG.num_heads * sp.PROMPT * BLOCK
     assert not large_results(program, 2 * scores + 1)
 

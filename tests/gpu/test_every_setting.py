@@ -1,8 +1,9 @@
-"""Every policy and setting, compiled for a GPU: an engine runs on the CPU, with rows moved as on a
-GPU; the programs that it called are compiled. Those of a fused step also with the `cuda` transfer
-and kernels, those of a prompt in half precision also with cuDNN's attention.
+"""Every policy and setting, compiled for a GPU.
 
-Shows that XLA takes them, no more. Minutes: `python -m pytest tests/gpu -m slow`.
+An engine runs on the CPU, with rows moved as on a GPU, and the programs that it called are
+compiled: those of a fused step also with the `cuda` transfer and kernels, those of a prompt in half
+precision also with cuDNN's attention. This only shows that XLA accepts them. It takes minutes:
+`python -m pytest tests/gpu -m slow`.
 """
 
 import dataclasses
@@ -93,7 +94,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
 
 
 class Call(NamedTuple):
-    """A program, and what it was first called with of some shapes."""
+    """Program, and its first arguments of some shapes."""
 
     name: str
     program: Program
@@ -150,7 +151,7 @@ def test_it_compiles(case: str, calls: dict[str, Call], monkeypatch: pytest.Monk
             compile_for_gpu(step, *call.arguments, keywords=call.keywords)
     if model.dtype.itemsize == 2:
         with sp.cudnn_attention():
-            by_cudnn = chunk_steps.__wrapped__(made.decoder)  # traced anew
+            by_cudnn = chunk_steps.__wrapped__(made.decoder)  # traced again
             assert again["host_layer"] and again["device_layer"]
             for name in ("host_layer", "device_layer"):
                 for call in again[name]:

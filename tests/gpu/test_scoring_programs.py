@@ -35,7 +35,7 @@ INDEX = jax.eval_shape(lambda: POLICY.index_format(D).empty(B, K, T))
 
 
 def array(*shape: int, dtype: Any = sp.DTYPE) -> Any:
-    """The stand-in for one on the device."""
+    """Return the shape of an array on the device."""
     return on_device(shape, dtype)
 
 
@@ -97,7 +97,7 @@ def test_the_tail_reads_the_index_once_and_stores_no_scores():
     everything = [i for body in computations(program.hlo).values() for i in body]
     (index,) = (i.name for i in everything if [r.shape for r in i.results] == [INDEX.shape])
     assert [i.target for i in everything if index in i.operands] == [TARGET]
-    # A block's score, and the mean entry of what is left of it.
+    # A block's score, and the mean entry of its remaining rows.
     of_blocks = SCORES_BYTES // POLICY.tail_block * (1 + POLICY.tail_columns)
     assert max(i.nbytes for i in work) <= of_blocks
     assert program.memory["temp"] < 2 * of_blocks

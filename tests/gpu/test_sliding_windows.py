@@ -46,7 +46,7 @@ def test_windows_are_updated_in_place(transfer: Transfer):
     resident, lengths = len(ON_HOST) * sp.RESIDENT_BYTES, 4 * sp.BATCH
     rings = len(WINDOWS) * WINDOW_BYTES
     assert program.memory["alias"] == sp.LAYER_BYTES + rings + resident + lengths
-    # Nothing as large as half of a window's keys is copied or made anew, rows on their way apart.
+    # Except fetched rows, nothing as large as half of a window's keys is copied or created.
     limit = WINDOW_BYTES // 4
     on_device = [i for i in copies(program, limit) if i not in host_copies(program)]
     made = [i for i in large_results(program, limit) if "/layer" in i.op_name]

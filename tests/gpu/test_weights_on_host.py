@@ -1,4 +1,4 @@
-"""Weights in host memory: those of layer l+1 come while layer l computes, compiled for a GPU."""
+"""Weights in host memory: layer l+1's are copied while layer l computes, compiled for a GPU."""
 
 import pytest
 import step_programs as sp
@@ -10,7 +10,7 @@ from infinigen_jax.transfer import Transfer, XlaTransfer
 from infinigen_jax.transfer.cuda import CudaTransfer
 
 MATRICES = len(sp.MOVED)
-# In addition to the weights: activations, fetched rows, and what a step makes of its index.
+# In addition to the weights: activations, fetched rows, and temporaries of the index.
 REST = sp.FETCHED_BYTES + sum(sp.MOVED) // 4
 
 
@@ -24,7 +24,7 @@ def products(work: list[Instruction], scope: str) -> list[str]:
 
 
 def assert_beside(program: Program, pair: AsyncPair, layer: str) -> None:
-    """The copy starts before the layer's work on its rows, and is awaited after it."""
+    """Check that the copy starts before the layer's work on its rows, and is awaited after it."""
     everything, between = launched(program), list(pair.between)
     attention = products(everything, f"{layer}attention")
     mlp = products(everything, f"{layer}mlp")
@@ -49,7 +49,7 @@ def test_every_layer_hides_the_copy_of_the_next_ones_weights(transfer: Transfer)
 
 
 def test_copies_begin_before_attention():
-    """With the `cuda` transfer, which has no copy of its own to wait for."""
+    """With the `cuda` transfer, which waits for no copy."""
     work = launched(sp.fused(CudaTransfer(), weights_on="host"))
     starts = [i for i, each in enumerate(work) if each.opcode == "copy-start"]
     assert len(starts) == MATRICES * sp.LAYERS

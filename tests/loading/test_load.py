@@ -78,7 +78,7 @@ def test_embedded_models_by_name(command, tmp_path, monkeypatch):
 @pytest.mark.usefixtures("shallow")
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-opt"])
 def test_loading_onto_the_host(name):
-    """The matrices, but those that queries are made by."""
+    """All matrices except those that make queries."""
     there, here = (
         checkpoint.load(checkpoint.embedded(name), weights=place) for place in ("host", "device")
     )
@@ -216,7 +216,7 @@ def test_a_model_that_does_not_fit_is_not_converted(tiny, tmp_path, monkeypatch)
 
 
 def test_the_cache_goes_by_content(tiny, tmp_path, monkeypatch):
-    """Not by times, places or files that are not read."""
+    """Times, places and unread files have no effect."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("infinigen_jax.loading.conversion_cache.LARGE", 1)
     folder, copy = tiny("llama", num_hidden_layers=1).folder, tmp_path / "copy"
@@ -262,7 +262,7 @@ def test_hashes_of_large_files_are_remembered(tmp_path, monkeypatch):
 
 
 def test_conversions_used_least_recently_are_removed(tmp_path):
-    """Beyond a limit in bytes, with what killed processes left; never one that is being made."""
+    """Beyond a limit in bytes, with leftovers of killed processes; never one in progress."""
     names = [f"{number:032x}" for number in range(5)]
     for age, name in enumerate(names):
         (tmp_path / name).mkdir()

@@ -367,7 +367,7 @@ def test_windows_of_configurations():
 
     assert found(model_type="mistral", sliding_window=7) == (7, (0, 1, 2))
     assert found(model_type="mistral", sliding_window=None) == (None, ())
-    # As many tokens as there are positions, which is what leaving it out means here.
+    # A window of all positions, like the default here, is none.
     assert found(model_type="mistral") == found(model_type="mistral", sliding_window=64)
     assert found(model_type="mistral", sliding_window=64) == (None, ())
     qwen = {"model_type": "qwen2", "sliding_window": 7, "max_window_layers": 2}

@@ -152,7 +152,7 @@ def small_model(name: str, dtype: str) -> Model:
 
 
 def model_in_full(model: Model) -> Model:
-    """The model with each matrix in full, with the numbers that the small one stands for."""
+    """Return the model with full matrices that have the numbers of the small ones."""
     c, params = model.config, model.params
     inputs = {"o": c.query_width, "down": c.intermediate_size}
 

@@ -106,7 +106,7 @@ def test_weights_are_converted_one_after_the_other():
 
 
 def test_a_saved_conversation_has_numbers(tmp_path):
-    """Whatever they are kept as: the file is of no machine."""
+    """The file does not depend on the machine's representation."""
     engine = Engine(random_model("windows", "bfloat16"), policy=SPARSE, dense_layers=1)
     conversation = engine.conversation(context=100)
     list(conversation.turn(list(range(3, 40)), 5, ignore_eos=True))

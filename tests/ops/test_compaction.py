@@ -1,4 +1,4 @@
-"""From marks to the places of what is marked."""
+"""From marks to the marked places."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Integer codes: error bounds of a group, packing, what becomes of odd numbers."""
+"""Integer codes: error bounds of a group, packing, NaN and infinities."""
 
 import jax
 import jax.numpy as jnp

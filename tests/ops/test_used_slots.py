@@ -1,4 +1,4 @@
-"""Work on the leading slots alone gives what work on all slots gives."""
+"""Work on only the leading slots gives the result of work on all slots."""
 
 import jax
 import jax.numpy as jnp

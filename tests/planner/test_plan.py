@@ -1,4 +1,4 @@
-"""Plans: the bytes of what is then allocated, the advice, and the command line."""
+"""Plans: the bytes allocated later, the advice, and the command line."""
 
 import copy
 import dataclasses
@@ -47,7 +47,7 @@ def parsed(*options: str, context: int = 256):
 
 @functools.cache
 def traced(folder: Path, separate: bool, *options: str) -> Planner:
-    """A planner of a machine of this kind; shapes are traced once."""
+    """Return a planner of a machine of this kind; shapes are traced once."""
     arguments = parsed(*options)
     dtype = jnp.dtype("bfloat16" if separate else "float32")
     _, config = read_config(folder)
@@ -63,7 +63,6 @@ def planner(folder: Path, machine: Machine, *options: str) -> Planner:
 
 
 def forecast(folder: Path, machine: Machine, *options: str, context: int = 4096) -> Forecast:
-    """Return the forecast for one sequence, with the settings that are asked for."""
     made = planner(folder, machine, *options)
     return made.forecast(made.asked, 1, context)
 
@@ -75,7 +74,6 @@ def seconds(forecast: Forecast | None) -> float:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A folder with nothing but a config.json."""
     path = tmp_path_factory.mktemp("big")
     (path / "config.json").write_text(json.dumps(BIG))
     return path
@@ -153,7 +151,7 @@ def test_weights_go_to_the_host_only_where_they_have_to(folder):
     roomy = advice.advise(made, 8, 2048)
     assert roomy.best is not None and roomy.best.settings.weights == "device"
     assert "--weights" not in "".join(plan.verdict(roomy))
-    # What fits at most is counted with them there, unless they are to stay.
+    # The most that fits is computed with weights on the host, unless they must stay.
     made.machine = dataclasses.replace(SMALL_GPU, device_memory=5 * GIB)
     assert advice.fits(made, 1, 2048) and not advice.fits(made, 16, 2048)
     staying = planner(folder, made.machine, "--weights=device")
@@ -291,7 +289,7 @@ def test_the_xla_transfer_has_no_hot_set(folder):
 
 @pytest.fixture
 def planned(folder, command):
-    """`planned(*options)` is a plan of a long context; its text."""
+    """Return `planned(*options)`, which gives the text of a plan for a long context."""
 
     def call(*options: Any) -> str:
         given = ("--model", folder, "--context", "65536", "--host-memory", "256")
@@ -351,7 +349,7 @@ def test_what_fits_without_bandwidths(planned):
 
 
 def test_nothing_fits_a_pool_of_a_share(command):
-    """The search for what would fit also tries contexts that are too short for the pool."""
+    """The search for a fitting context also tries ones that are too short for the pool."""
     options = ("--context", "1024", "--pool-tokens", "10%", *GPU, "--device-memory", "0.01")
     status, text, _ = command(plan.main, *options)
     assert status == 0 and "nothing fits: at most 0 tokens" in text

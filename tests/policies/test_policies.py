@@ -31,7 +31,7 @@ def drawn(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 class FixedQuery(Layer):
-    """A layer whose query is given; it has no parameters, so nothing else can be asked for."""
+    """Layer with a given query; it has no parameters, so nothing else can be computed."""
 
     def __init__(self, query: jax.Array):
         self.given = nnx.Param(query.reshape(B, K * G, D))
@@ -46,7 +46,6 @@ def settings(**more):
 
 @functools.partial(jax.jit, static_argnums=0)
 def select(policy: Any, state: Any, query: jax.Array, at: jax.Array) -> Request:
-    """Select by a policy without weights of its own."""
     layer, size = FixedQuery(query), policy.request_size(T)
     return policy.select(Lookup(CONFIG, layer, {}, state, jnp.zeros((B, 4)), at, size, T))
 
@@ -57,14 +56,13 @@ def requested(policy, state, query=None, at=POSITIONS) -> Request:
 
 
 def chosen(policy, state, query=None, at=POSITIONS) -> list[list[set[int]]]:
-    """Slots that a policy selects, by sequence and KV head."""
+    """Return the slots that a policy selects, by sequence and KV head."""
     request = requested(policy, state, query, at)
     slots, count = np.asarray(request.slots), np.asarray(request.count)
     return [[set(slots[i, j, : count[i, j]].tolist()) for j in range(K)] for i in range(B)]
 
 
 def filled(policy, keys: np.ndarray):
-    """The policy's state when it has seen these keys [b, k, n, d]."""
     span = Span.whole(B, keys.shape[2])
     return jax.jit(policy.append)({}, policy.init(CONFIG, B, T), jnp.asarray(keys), span)
 
@@ -78,7 +76,7 @@ def budget(i: int, at: np.ndarray = POSITIONS) -> int:
 
 
 def best(rank: np.ndarray, i: int) -> set[int]:
-    """The budget's eligible slots of largest rank."""
+    """Return the budget's eligible slots of largest rank."""
     order = sorted(eligible(i), key=lambda slot: (-rank[slot], slot))
     return set(order[: budget(i)])
 
@@ -159,7 +157,7 @@ def test_quest_takes_whole_pages_by_their_bounds():
 
 
 def test_h2o_evicts_for_good():
-    """Steps against a list of what each head still has."""
+    """Steps against a list of the rows that each head still has."""
     policy = H2O(**settings())
     observe = jax.jit(policy.observe)
     rng = np.random.default_rng(0)
@@ -200,10 +198,10 @@ def test_everything_fetched_is_the_full_cache(kind):
 
 @pytest.mark.parametrize("name", slow_except(POLICIES, "full"))
 def test_int4_rows_act_as_exact_rows_of_the_same_numbers(name):
-    """Greedy generation; before each step, the other host cache gets what this one's rows mean.
+    """Before each step of a greedy generation, the other host cache gets the decoded rows.
 
-    The same rows are selected, and attention is equal up to the order of sums. (How far
-    int4 rows may be from what was stored is in test_rows.)
+    The same rows are selected, and attention is equal up to the order of sums. (test_row_format
+    has the error of int4 rows.)
     """
     kind: Any = POLICIES[name]
     fields = {field.name for field in dataclasses.fields(kind)}

@@ -1,6 +1,6 @@
-"""Attention of chunks by cuDNN: when it is used, and its check. Without a GPU, by a stand-in.
+"""Attention of chunks by cuDNN: its use and its check, with a stand-in for a GPU.
 
-`test_prompt_attention.py` has what it computes.
+`test_prompt_attention.py` tests its results.
 """
 
 import functools
@@ -20,7 +20,7 @@ D = 16
 
 @pytest.fixture
 def by_stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Puts a function in the place of cuDNN's."""
+    """Return a function that replaces cuDNN's attention."""
 
     def put(kernel: Any) -> None:
         monkeypatch.setattr(cudnn, "dot_product_attention", kernel)
@@ -34,7 +34,6 @@ def by_stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def before(start: tuple[int, ...], size: int, capacity: int, ring: bool = False) -> PriorRows:
-    """Rows before a chunk, of one KV head."""
     rows, positions = jnp.zeros((len(start), 1, capacity, D)), None
     if ring:
         positions = jnp.zeros((len(start), capacity), jnp.int32)
@@ -73,7 +72,7 @@ def test_the_check_takes_what_is_right(by_stand_in: Any, windowed: bool):
 
 
 def changed(after: Any = lambda *results: results, **others: Any) -> Any:
-    """A stand-in whose results or options are changed."""
+    """Return a stand-in whose results or options are changed."""
     return lambda *arrays, **options: after(*stand_in(*arrays, **options | others))
 
 

@@ -42,7 +42,6 @@ def small_blocks(monkeypatch):
 
 
 def read(chosen: Engine, prompts: list[list[int]], chunk: int | None = None) -> tuple[Cache, Any]:
-    """A cache with these prompts."""
     tokens, lengths = padded(prompts)
     given = chosen.decoder, chosen.weights, tokens, lengths, CAPACITY
     outcome = prefill(*given, chunk=chunk)
@@ -63,7 +62,7 @@ def padded(prompts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def contents(chosen: Engine, cache: Cache) -> dict[str, list[np.ndarray]]:
-    """Everything in a cache that is ever read, sequence by sequence."""
+    """Return everything in a cache that is ever read, sequence by sequence."""
     lengths = np.asarray(cache.lengths)
     found: dict[str, list[np.ndarray]] = {"lengths": [lengths]}
     host = (
@@ -85,7 +84,7 @@ def contents(chosen: Engine, cache: Cache) -> dict[str, list[np.ndarray]]:
 
 
 def assert_alike(chosen: Engine, got: Cache, expected: Cache, tolerance: float = 2e-4) -> None:
-    """Sums of some hundred products of size 10, through three layers, in another order."""
+    """Compare sums of some hundred products of size 10, through three layers, in another order."""
     for name, arrays in contents(chosen, expected).items():
         for x, y in zip(contents(chosen, got)[name], arrays, strict=True):
             np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance, err_msg=name)
@@ -124,7 +123,7 @@ def test_tokens_appended_after_decoding_equal_one_prompt():
     for _ in range(6):
         run.advance()
     drawn = run.drawn
-    # What the steps wrote, read back from a run that is asked for its tokens.
+    # The tokens of the steps, read back from another run.
     made = zip(*itertools.islice(other.tokens(ignore_eos=True), 6), strict=True)
     whole = [[*prompt, *tokens] for prompt, tokens in zip(RAGGED, made, strict=True)]
     assert [len(p) for p in whole] == run.cache.lengths.tolist()
@@ -139,7 +138,7 @@ def test_tokens_appended_after_decoding_equal_one_prompt():
 
 
 def decode(chosen: Engine, cache: Cache, drawn: Any, number: int) -> np.ndarray:
-    """Tokens of a few steps, with flushes in between."""
+    """Return the tokens of a few steps, with flushes in between."""
     programs, tokens = steps(chosen.decoder), []
     for i in range(number):
         if i and i % chosen.decoder.policy.window == 0:

@@ -64,8 +64,11 @@ def assert_close(got: Attended, expected: Iterable[Any]) -> None:
 
 @pytest.fixture(scope="module", params=["one by one", "together", "by cuDNN"])
 def attend(request: Any) -> Any:
-    """`attend_chunk` in small blocks, both ways of going through the heads, of which the second is
-    the accelerators', and by a stand-in for cuDNN."""
+    """Return `attend_chunk` in small blocks.
+
+    It goes through the heads in both ways, the second one that of accelerators, and by a stand-in
+    for cuDNN.
+    """
 
     def run(
         q: Any, keys: Any, values: Any, earlier: PriorRows | None = None, window: int | None = None

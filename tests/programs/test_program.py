@@ -17,7 +17,7 @@ from infinigen_jax.programs.program import SUFFIX, Program
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder in which programs are kept; JAX's own cache, which may save one, is off."""
+    """Return an empty folder for programs; JAX's cache, which could save them, is off."""
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
     before: Any = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update("jax_compilation_cache_dir", None)
@@ -32,7 +32,7 @@ def kept(folder: Path) -> set[Path]:
 
 
 class Traced:
-    """A function that counts how often it is traced."""
+    """Function that counts how often it is traced."""
 
     traces = 0
 
@@ -68,7 +68,7 @@ def test_a_program_is_traced_once_for_its_settings_shapes_and_static_arguments(f
 
 @dataclasses.dataclass(frozen=True)
 class Foreign:
-    """A setting of a class from outside of the package, as a user's policy is."""
+    """Setting whose class is outside of the package, like a user's policy."""
 
 
 def test_programs_with_code_from_elsewhere_are_not_stored(folder):

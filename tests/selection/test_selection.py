@@ -52,14 +52,14 @@ def test_a_group_ranks_by_the_sum_of_its_softmaxes():
 
 
 SINGLE, GROUP = (2, 2, 1, 33), (2, 1, 3, 33)
-# Shape, alpha and mode: what bounds the ranks, and what does not.
+# Shape, alpha and mode: with and without a bound on the ranks.
 CHOICES = [(SINGLE, 0.0, "head"), (SINGLE, INF, "head"), (SINGLE, 4.0, "mean")]
 CHOICES += [(GROUP, 4.0, "head"), (GROUP, 0.0, "mean")]
 
 
 @st.composite
 def selections(draw):
-    """Scores [b, k, g, t], with ties, and the eligible tokens [b, t]; alpha and mode."""
+    """Draw scores [b, k, g, t] with ties, the eligible tokens [b, t], alpha and mode."""
     (b, k, g, t), alpha, mode = draw(st.sampled_from(CHOICES))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     scores = rng.normal(scale=draw(st.sampled_from([0.1, 3.0, 10.0])), size=(b, k, g, t))
@@ -106,7 +106,7 @@ def test_select_against_plain_python(case, caps):
 
 
 def numpy_top(rank: np.ndarray, count: int) -> list[int]:
-    """Ascending slots of the largest ranks, equal ones in order of slot."""
+    """Return ascending slots of the largest ranks, equal ones in order of slot."""
     return sorted(np.argsort(-rank, kind="stable")[:count].tolist())
 
 
@@ -188,7 +188,7 @@ def test_settings_out_of_range_are_named(name, value):
 
 @pytest.mark.parametrize(("mode", "each_head"), [("head", True), ("mean", False)])
 def test_masked_scores_are_selected_from_alike(mode, each_head):
-    """And what is marked is what is listed."""
+    """The marks also equal the list."""
     rng = np.random.default_rng(5)
     scores = jnp.asarray(rng.normal(size=(2, 3, 2, 200)) * 3, jnp.float32)
     eligible = jnp.asarray(rng.random((2, 3 if each_head else 1, 200)) < 0.7)

@@ -21,7 +21,7 @@ def probe(x: np.ndarray) -> jax.Array:
 
 
 def programs_forgotten() -> bool:
-    """Whether compiled programs were freed since the last call, by the modules in between."""
+    """Return whether compiled programs were freed since the last call, by modules in between."""
     before = compilations()
     probe(np.zeros(3, np.float32))
     return compilations() > before
@@ -45,7 +45,7 @@ def running() -> Iterator[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def served(small_folder: Path, running: dict[str, Any]) -> Served:
-    """The server; another one if its programs are gone, which it would compile again."""
+    """Return the server; a new one if its programs were freed, which it would compile again."""
     if programs_forgotten() or not running:
         if running:
             running["stack"].close()

@@ -1,4 +1,4 @@
-"""A server of a small model on a loopback socket, and what its answers should be."""
+"""A server of a small model on a loopback socket, and its expected answers."""
 
 import contextlib
 import dataclasses
@@ -38,7 +38,7 @@ TEMPLATE = (
 
 @dataclasses.dataclass
 class Served:
-    """A running server; `full` is the engine with the full cache, for a lossless one."""
+    """Running server; `full` is the engine with the full cache, for a lossless one."""
 
     engine: Engine
     scheduler: Scheduler
@@ -51,7 +51,7 @@ class Served:
         return openai.OpenAI(base_url=url, api_key="any", max_retries=0, timeout=60)
 
     def complete(self, prompt: Any, **settings: Any) -> Any:
-        """A completion, greedy unless stated otherwise."""
+        """Request a completion, greedy unless stated otherwise."""
         settings = {"temperature": 0, "max_tokens": 20} | settings
         return self.client.completions.create(model="small", prompt=prompt, **settings)
 
@@ -68,7 +68,7 @@ class Served:
     def request(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
     ) -> tuple[int, dict[str, str], Any]:
-        """Send a plain request: status, headers and decoded body."""
+        """Send a plain request; return status, headers and decoded body."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         kind = {"Content-Type": "application/json"} if data is not None else {}
@@ -81,12 +81,10 @@ class Served:
         return answer.status, dict(answer.headers), content
 
     def metric(self, name: str) -> float:
-        """The value of a metric without labels."""
         lines = self.request("GET", "/metrics")[2].decode().splitlines()
         return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
 
     def wait(self, condition: Any, seconds: float = 30) -> None:
-        """Wait until a condition holds."""
         until = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < until
@@ -95,14 +93,14 @@ class Served:
 
 @functools.cache
 def small_engine() -> Engine:
-    """An engine on the embedded model, with a chat template."""
+    """Return an engine on the embedded model, with a chat template."""
     model = load("tiny-llama")
     model.tokenizer.chat_template = TEMPLATE
     return engine_of(model, SPARSE)
 
 
 def engine_of(model: Model, policy: Policy, **settings: Any) -> Engine:
-    """An engine with the settings of `small_engine`."""
+    """Return an engine with the settings of `small_engine`."""
     settings = {"dense_layers": 0, "schedule": "fused", "prefill_chunk": CHUNK} | settings
     return Engine(model, policy=policy, **settings)
 

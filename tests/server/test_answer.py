@@ -16,7 +16,7 @@ from infinigen_jax.settings.sampling import Sampling
 
 
 class Letters:
-    """A tokenizer with a character for each token."""
+    """Tokenizer with a character for each token."""
 
     def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
         return "".join(map(chr, tokens))
@@ -54,7 +54,7 @@ def test_why_an_answer_ends(most, finish):
 
 
 class Bytes(Letters):
-    """A tokenizer whose tokens above 99 are bytes of characters, and whose decoder strips."""
+    """Tokenizer whose tokens above 99 are bytes of characters, and whose decoder strips."""
 
     def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
         text = "".join("\ufffd" if token > 99 else chr(token) for token in tokens)

@@ -162,7 +162,7 @@ def test_the_whole_context(server: Served):
 
 
 def test_a_failed_step_ends_its_requests_alone(server: Served, monkeypatch):
-    """The server goes on with an empty batch. A stream ends in an error event."""
+    """The server continues with an empty batch. A stream ends in an error event."""
     lossless = server.full is not None
     kind, name = (LosslessBatch, "round") if lossless else (LiveBatch, "step")
     work, calls = getattr(kind, name), itertools.count(1)

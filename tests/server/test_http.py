@@ -37,7 +37,7 @@ def test_status_pages(served: Served):
     assert "version" in served.request("GET", "/version")[2]
     assert "/v1/completions" in served.request("GET", "/openapi.json")[2]["paths"]
     names = "infinigen_new_tokens_total", "infinigen_compilations_after_warmup"
-    served.request("POST", "/v1/completions", BODY)  # compiles what other tests made JAX forget
+    served.request("POST", "/v1/completions", BODY)  # compiles programs that other tests removed
     before = [served.metric(name) for name in names]
     served.request("POST", "/v1/completions", BODY)
     assert [served.metric(name) for name in names] == [before[0] + 2, before[1]]
@@ -148,7 +148,6 @@ def _raw(server: Served, text: str) -> str:
 
 
 def job(most: int, send: Any, tokens: int = 5) -> Job:
-    """A job that does not end early."""
     fixed = (), frozenset(), None, None, None, False, False
     return Job([7] * tokens, most, Sampling(), 1, *fixed, send)
 
@@ -249,7 +248,7 @@ def test_prompt_tokens_are_those_read(served: Served):
 
 
 def test_a_request_is_one_line_of_json(served: Served, capsys):
-    """Also after it has been told to log twice, as two servers of a process would."""
+    """Also after logging was started twice, as by two servers of a process."""
     logger = logging.getLogger("infinigen_jax.requests")
     parent = logger.parent
     assert parent is not None

@@ -20,7 +20,7 @@ SIZES = "--model tiny-llama --port 0 --batch 2 --context 512 --no-page".split()
 
 
 class Process:
-    """A server in a process of its own, with its caches in a folder."""
+    """Server in a separate process, with its caches in a folder."""
 
     def __init__(self, folder: Path):
         self._log = folder / "log"
@@ -52,7 +52,6 @@ class Process:
             return False
 
     def stream(self, tokens: int) -> Iterator[str]:
-        """Yield the text of each event of a greedy answer."""
         body = {"model": "tiny-llama", "prompt": "Once upon a time", "max_tokens": tokens}
         body |= {"temperature": 0, "stream": True, "ignore_eos": True}
         headers = {"Content-Type": "application/json"}

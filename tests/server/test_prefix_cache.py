@@ -20,7 +20,7 @@ PROMPT = np.random.default_rng(0).integers(3, 96, 150).astype(np.int32)
 def read(
     made: Engine, prefixes: PrefixCache, tokens: np.ndarray, host: jax.Array | None = None
 ) -> tuple[Reading, int]:
-    """Read a prompt as the scheduler does; also the number of cached tokens."""
+    """Read a prompt like the scheduler; return also the number of cached tokens."""
     node = prefixes.find(tokens)
     done = node.end
     cache = prefixes.restore(node, empty_cache(made.decoder, 1, CAPACITY, host=host))
@@ -32,7 +32,6 @@ def read(
 
 
 def stored(prefixes: PrefixCache, tokens: np.ndarray) -> int:
-    """How many of the tokens are stored."""
     return prefixes.find(np.append(tokens, tokens[:1])).end
 
 

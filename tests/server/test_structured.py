@@ -32,7 +32,6 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, 
 
 
 def ask(served: Served, **settings: Any) -> Any:
-    """A chat of one message."""
     messages = [{"role": "user", "content": "a story"}]
     settings = {"messages": messages, "temperature": 0} | settings
     return served.client.chat.completions.create(model="small", **settings)

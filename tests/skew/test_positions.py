@@ -1,4 +1,4 @@
-"""Moments at positions that the text does not reach, against texts that stand there."""
+"""Moments at positions that the text does not reach, against texts at these positions."""
 
 import dataclasses
 from typing import Any
@@ -22,7 +22,7 @@ turn = jax.jit(rotate, static_argnums=2)
 
 
 def standing_at(place: int, rope: Rope, *vectors: np.ndarray) -> list[np.ndarray]:
-    """Vectors [t, heads, d] of a text whose first token is at this position."""
+    """Return vectors [t, heads, d] of a text whose first token is at this position."""
     return [
         np.asarray(turn(jnp.asarray(x), jnp.arange(len(x), dtype=jnp.int32) + place, rope))
         for x in vectors
@@ -77,7 +77,7 @@ def test_places():
 
 
 def calibrated(ids: np.ndarray, config, model):
-    """Moments of layer 1 and of its guessed query, over one window."""
+    """Return moments of layer 1 and of its guessed query, over one window."""
     cut = dataclasses.replace(config, max_positions=len(ids))
     text = windows(ids, cut, 1000, "text", b"")
     calibrator = Calibrator(config, text, model.params["embedding"], speculate_from="input")

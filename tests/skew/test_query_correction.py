@@ -1,4 +1,4 @@
-"""The corrected layer-ahead query: regression, its shrinkage, and what conversion makes of it."""
+"""The corrected layer-ahead query: regression, its shrinkage, and its conversion."""
 
 import functools
 import json
@@ -30,7 +30,7 @@ IDS = [int(i) for i in np.random.default_rng(1).integers(3, 96, 400)]
 
 
 def related(n: int, e: int, noise: float, seed: int = 0):
-    """Inputs, targets that a map makes of them, and a projection."""
+    """Return inputs, targets that a map makes of them, and a projection."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(n, e)) * np.geomspace(1, 0.1, e) + rng.normal(size=e)
     y = x @ (np.eye(e) + 0.3 * rng.normal(size=(e, e))) + rng.normal(size=e)
@@ -74,7 +74,7 @@ QWEN3 = pytest.param("qwen3", marks=pytest.mark.slow)
 
 @pytest.fixture(scope="module")
 def conversions(tmp_path_factory):
-    """`conversions(family)` returns the folder of a converted model."""
+    """Return `conversions(family)`, which gives the folder of a converted model."""
 
     @functools.cache
     def make(family: str) -> Path:
@@ -91,7 +91,6 @@ def converted(conversions):
 
 
 def attention_inputs(model) -> list[jax.Array]:
-    """Attention inputs of every layer over the calibration text, in a conversion's windows."""
     architecture = blueprint(model.config, model.dtype)
     windows = jnp.asarray(IDS[:392]).reshape(7, 56)
     positions = jnp.broadcast_to(jnp.arange(56), windows.shape)

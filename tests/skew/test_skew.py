@@ -1,4 +1,4 @@
-"""Skewing: what a basis keeps, and what makes the balanced one best.
+"""Skewing: invariants of a basis, and optimality of the balanced one.
 
 Entries of a basis are never compared (signs and degenerate subspaces are free), invariants are.
 """
@@ -20,7 +20,7 @@ from infinigen_jax.skew.basis import (
 
 
 def decaying(rng: np.random.Generator, tokens: int, heads: int, size: int) -> np.ndarray:
-    """Vectors [tokens, heads, size] whose energy falls off along a random direction, off centre."""
+    """Return vectors [tokens, heads, size], off centre, whose energy decays along a direction."""
     turn = np.linalg.qr(rng.normal(size=(size, size)))[0]
     spread = 0.7 ** np.arange(size)
     return rng.normal(size=(tokens, heads, size)) * spread @ turn + rng.normal(size=size) * 0.3
@@ -136,7 +136,7 @@ def test_balanced_residual_is_the_dropped_spectrum():
 
 
 def guessing(seed: int, tokens: int = 200, noise: float = 0.7):
-    """Queries, guesses of them that are wrong by a map and by noise, and keys: 2 per KV head."""
+    """Return queries, guesses with a map and noise as errors, and keys: 2 per KV head."""
     rng = np.random.default_rng(seed)
     q, k = decaying(rng, tokens, 2, 6), decaying(rng, tokens, 1, 6)
     h = q @ (np.eye(6) + 0.3 * rng.normal(size=(6, 6))) + noise * rng.normal(size=q.shape)
@@ -144,7 +144,7 @@ def guessing(seed: int, tokens: int = 200, noise: float = 0.7):
 
 
 def expected_error(q, h, k, factors: tuple[np.ndarray, np.ndarray]) -> float:
-    """E (q.(k - mu) - (B^T h).(C^T (k - mu)))^2 over all pairs of a query and a key."""
+    """Return E (q.(k - mu) - (B^T h).(C^T (k - mu)))^2 over all pairs of query and key."""
     centred = k[:, 0] - k[:, 0].mean(axis=0)
     b, c = factors
     left = q.reshape(-1, 6) - h.reshape(-1, 6) @ b @ c.T
@@ -181,6 +181,6 @@ def test_reduced_rank_factors_at_full_rank_are_the_regression_of_the_query():
     b, c, _ = reduced_rank_basis(seen, guess)
     slope = np.linalg.lstsq(h.reshape(-1, 6), q.reshape(-1, 6))[0]
     np.testing.assert_allclose(b[0] @ c[0].T, slope, atol=5e-3)
-    # The true query's scores from the index, whatever the guess was.
+    # The true query's scores from the index, for any guess.
     true = np.linalg.solve(c[0], q.reshape(-1, 6).T).T @ (k[:, 0] @ c[0]).T
     np.testing.assert_allclose(true, q.reshape(-1, 6) @ k[:, 0].T, atol=1e-6)

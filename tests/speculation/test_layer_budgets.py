@@ -20,14 +20,14 @@ STEEP = dataclasses.replace(SPARSE, alpha=float("inf"), budget=0.25, layer_budge
 
 
 def loss_of(curves: Curves, layer: int, share: float) -> float:
-    """Squared error of a layer, linear between what was measured."""
+    """Return the squared error of a layer, linear between measured shares."""
     squares = np.square([*curves.errors[layer], 0.0])
     return float(np.interp(share, [*curves.shares, 1.0], squares))
 
 
 @pytest.mark.parametrize("mean", [0.06, 0.1, 0.17, 0.3])
 def test_no_shares_on_a_grid_lose_less(mean):
-    # Convex, so that linear interpolation is what the hull is.
+    # Convex, so that linear interpolation equals the hull.
     curves = Curves(SHARES, ((0.9, 0.7, 0.4, 0.1), (0.3, 0.2, 0.1, 0.0), (0.5, 0.1, 0.05, 0.04)))
     found = share_out(curves, range(3), mean)
     assert np.mean(found) <= mean + 1e-9 and np.mean(found) > mean - 1 / STEP
@@ -64,7 +64,7 @@ def test_layers_that_lose_the_same_get_the_same():
 
 
 def model_with(errors: list[float]):
-    """Random weights; each layer's error falls from this to nothing along SHARES."""
+    """Return random weights; each layer's error falls from this to nothing along SHARES."""
     model = random_model({1: "one", 2: "gqa", 3: "three"}[len(errors)])
     falling = np.linspace(1, 0.1, len(SHARES))
     loss = np.asarray(errors)[:, None, None] * falling[None, None]

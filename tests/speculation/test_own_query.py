@@ -53,8 +53,10 @@ def test_the_engine_chooses_it_where_nothing_has_to_be_moved(monkeypatch):
 
 
 def test_a_narrow_index_tells_of_a_true_query_what_it_can():
-    """The rank-r scores of least error, of `skew.balanced_basis`; not those of the shadows of keys
-    on the index's columns, which are not orthogonal."""
+    """Scores have the least error of rank r, as of `skew.balanced_basis`.
+
+    Projections of keys on the columns of the index, which are not orthogonal, have a larger one.
+    """
     model = random_model("gqa")
     config, rng = model.config, np.random.default_rng(3)
     k, d = config.num_kv_heads, config.head_dim

@@ -26,7 +26,7 @@ from infinigen_jax.speculation.query import choose_source
 
 
 def without_attention(name: str) -> Model:
-    """Layers that add nothing: the state after any attention is the next layer's input."""
+    """Return layers that add nothing: the state after attention is the next layer's input."""
     model = random_model(name)
     layers = [
         layer | {part: jax.tree.map(jnp.zeros_like, layer[part]) for part in ("o", "down")}
@@ -55,8 +55,10 @@ def test_the_resident_source_uses_the_norm_of_the_next_layer():
 
 
 def test_what_is_resident_is_the_same_of_every_kind_of_cache():
-    """Sinks and recent tokens of a layer on the host, of one on the device, and of a window: as the
-    calibration attends to them."""
+    """The calibration attends to the same sinks and recent tokens.
+
+    Caches are of a layer on the host, of one on the device, and of a window.
+    """
     rng = np.random.default_rng(0)
     s, heads, kv, d = 40, 4, 2, 8
     q, k, v = (jnp.asarray(rng.normal(size=(s, n, d)).astype(np.float32)) for n in (heads, kv, kv))
@@ -88,7 +90,7 @@ def test_what_is_resident_is_the_same_of_every_kind_of_cache():
 
 
 def calibrated(model: Model, source: str) -> Iterator[tuple[Calibrator, Any]]:
-    """A calibrator that has read layer after layer, and the layer's parameters."""
+    """Yield a calibrator that has read layer after layer, and the layer's parameters."""
     ids = np.random.default_rng(0).integers(3, 96, (1, 400)).astype(np.int32)
     text = CalibrationTokens(ids, np.ones_like(ids, bool), "")
     calibrator = Calibrator(model.config, text, model.params["embedding"], source)
@@ -98,7 +100,7 @@ def calibrated(model: Model, source: str) -> Iterator[tuple[Calibrator, Any]]:
 
 
 def test_calibration_sees_what_decoding_does():
-    """Where layers add nothing, what stands in for the next layer's input is that input."""
+    """If layers add nothing, the substitute for the next layer's input is that input."""
     for calibrator, params in calibrated(without_attention("gqa"), "resident"):
         projection, _ = calibrator.ahead(params)
         assert np.allclose(projection["weight"], params["q"]["weight"], atol=1e-4)
@@ -150,7 +152,7 @@ def test_the_corrected_query_is_of_what_the_conversion_was_for(tiny: Any, tmp_pa
 
 
 def test_what_was_measured_of_one_query_is_not_for_another():
-    """How many layers stay dense, and what budgets they get, is known of what was converted for."""
+    """Dense layers and budgets are known only for the query of the conversion."""
     model = random_model("gqa")
     layers = model.config.num_layers
     loss = np.full((layers, 2, 3), [[0.02], [0.02]], np.float32)

@@ -1,4 +1,4 @@
-"""The tail: against NumPy, and what must hold for any scores."""
+"""The tail: against NumPy, and properties for any scores."""
 
 import dataclasses
 import math
@@ -92,7 +92,7 @@ def test_a_tail_brings_the_scores_nearer_to_the_full_cache(name, tokens):
 
 
 def with_mean_key(name: str) -> Model:
-    """Scores of centred keys, and the constant added at the end, are the scores as they were."""
+    """Return a model with a mean key; centred scores plus the constant equal the plain scores."""
     model = random_model(name)
     config = model.config
     shape = (config.num_layers, config.num_kv_heads, config.head_dim)

@@ -80,7 +80,7 @@ def test_a_conversion_measures_the_keys_and_values_that_are_cached(tiny, tmp_pat
     for layer in range(model.config.num_layers):
         counted = jnp.arange(len(tokens)) >= SINKS
         found = block_products(keys[layer], values[layer], counted)
-        if family == "opt":  # elsewhere they stand for all positions
+        if family == "opt":  # for others they are of all positions
             for measured, expected in zip(model.tail_moments, found, strict=True):
                 np.testing.assert_allclose(
                     len(tokens) * measured[layer], expected, rtol=1e-3, atol=1e-2
@@ -98,7 +98,7 @@ SLOTS = Slots(4, 32, 64)
 )
 @pytest.mark.parametrize("with_basis", [True, False])
 def test_values_that_follow_from_their_keys_are_attended_exactly(dtype, tolerance, with_basis):
-    """Whatever is fetched, and however a block's weights are spread."""
+    """For any fetched rows, and any weights within a block."""
     if dtype == "bfloat16":
         tolerance = 0.02
     b, k, g, d, t = 2, 2, 3, 8, 256
@@ -141,7 +141,7 @@ def test_values_that_follow_from_their_keys_are_attended_exactly(dtype, toleranc
     [("int4", 1, 128), ("int4", 5, 128), ("int4", 16, 128), ("int4", 8, 4096), ("float32", 5, 128)],
 )
 def test_sums_of_entries(name, columns, tokens):
-    """Those of the keys that the index has, which its scores by unit vectors tell."""
+    """Sums of the keys in the index, which its scores by unit vectors reveal."""
     index, keys = IndexFormat(name, 20), jnp.asarray(normal(2, 3, 20, tokens))
     weights, entries = jnp.asarray(normal(2, 3, 2, tokens, seed=1)), index.encode(keys)
     units = jnp.broadcast_to(jnp.eye(20), (2, 3, 20, 20))
@@ -154,7 +154,7 @@ def test_sums_of_entries(name, columns, tokens):
 
 
 def rounding(entries: jnp.ndarray) -> np.ndarray:
-    """Variance of a code's rounding, missing in scores by unit vectors: [b, k, 1, t]."""
+    """Return the variance of a code's rounding, missing in unit-vector scores: [b, k, 1, t]."""
     step = (np.asarray(entries)[:, :, -1:] >> 16 << 16).view(np.float32)
     return np.square(step) / 24
 

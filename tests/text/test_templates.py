@@ -1,4 +1,4 @@
-"""Chat templates: transformers' texts, and an end within a second whatever they do."""
+"""Chat templates: transformers' texts, and an end within a second in any case."""
 
 import time
 from typing import Any

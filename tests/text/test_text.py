@@ -18,7 +18,7 @@ BYTES = ["<0xE2>", "<0x82>", "<0xAC>", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "
 
 @functools.cache
 def byte_level():
-    """A tokenizer like GPT-2's: each byte a token, some merges, special tokens."""
+    """Return a tokenizer like GPT-2's: each byte a token, some merges, special tokens."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(embedded())
@@ -26,7 +26,7 @@ def byte_level():
 
 @functools.cache
 def byte_fallback():
-    """A tokenizer like LLaMA 2's: words with a mark for the space, bytes for the rest."""
+    """Return a tokenizer like LLaMA 2's: words with a mark for the space, bytes for the rest."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -47,7 +47,6 @@ def byte_fallback():
 
 
 def stream(tokenizer, pieces):
-    """The results of each push and of finish."""
     text = TextStream(tokenizer)
     return [text.push(piece) for piece in pieces], text.finish()
 
@@ -117,7 +116,7 @@ def test_what_is_shown_at_once_and_what_at_the_end():
 
 
 class Counting:
-    """A tokenizer that counts the tokens it is asked to decode."""
+    """Tokenizer that counts the tokens it is asked to decode."""
 
     def __init__(self, tokenizer):
         self.tokenizer, self.decoded = tokenizer, 0
@@ -152,7 +151,7 @@ def test_a_text_goes_on_after_its_context():
     words = tokenizer.convert_tokens_to_ids(["▁the", "cat", "▁the"])
     assert TextStream(tokenizer, words[:2]).push(words[2:]) == " the"
     assert TextStream(tokenizer).push(words[2:]) == "the"
-    # What ends within a character does not tell where the text begins.
+    # A context that ends within a character does not show where the text begins.
     part = tokenizer.convert_tokens_to_ids(BYTES[:1])
     assert TextStream(tokenizer, part).push(words[2:]) == "the"
     # It may begin within one, where the last tokens of a prompt were cut off.

@@ -1,4 +1,4 @@
-"""The `cuda` transfer on the CPU with emulated kernels; `cuda/test_check.py` has the kernels."""
+"""The `cuda` transfer on the CPU with emulated kernels; `cuda/test_kernels.py` tests those."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fetch(transfer: Any, host: Any, layer: Any, wanted: Request) -> jax.Array:
-    """Rows; padding is made zeros."""
+    """Return rows; padding is zeros."""
     rows, hot = transfer.fetch(host, layer, wanted, None, None, default_mesh())
     assert hot is None
     return jnp.where(wanted.valid[..., None], rows, 0)
@@ -64,7 +64,7 @@ def test_rows_that_are_not_whole_vectors_are_refused():
 
 @pytest.fixture
 def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Makes engines use the kernels from now on."""
+    """Return a function that makes engines use the kernels."""
 
     def use() -> None:
         monkeypatch.setattr(f"{runtime.__name__}.make_transfer", lambda name: CudaTransfer())
