@@ -5,7 +5,7 @@
 
 All systems continue the same prompt and take turns, so that other load on the machine affects all
 alike. A turn lasts until a number of tokens was drawn and the device is idle. `lossless:P` drafts
-with policy P within the same budget, and `lossless-int8:P` with int8 weights as well; tokens are
+with policy P within the same budget, `lossless-int4:P` (`-none`) with such weights; tokens are
 compared with those of the full cache.
 """
 

@@ -101,16 +101,21 @@ def make_runtime(model: Model, settings: EngineSettings, mesh: Mesh | None = Non
         tokenizer = {n: x for n, x in vars(model).items() if n == "tokenizer"}
         model = dataclasses.replace(model, params=params)
         vars(model).update(tokenizer)
-    drafter = make_drafter(decoder, weights, draft_form(settings, weights.params))
+    drafter = make_drafter(decoder, weights, draft_form(settings, decoder, weights.params))
     return Runtime(model, settings, decoder, weights, drafter)
 
 
-def draft_form(settings: EngineOptions, params: Params) -> str | None:
-    """Return the form of the drafts' weights; None for the model's weights."""
+def draft_form(settings: EngineOptions, decoder: Decoder, params: Params) -> str | None:
+    """Return the form of the drafts' weights; None for the model's weights.
+
+    A copy pays where its weights are read faster: over no link, or from a CPU's memory. On a GPU it
+    takes memory that is scarce.
+    """
+    if settings.draft_weights is not None:
+        return None if settings.draft_weights == "none" else settings.draft_weights
     small = small_dtype(params["layers"][0]) is not None
-    if settings.draft_weights is None and settings.lossless and not small:
-        return DRAFT_WEIGHTS if settings.weights == "host" else None
-    return settings.draft_weights
+    pays = settings.weights == "host" or decoder.transfer.in_place
+    return DRAFT_WEIGHTS if settings.lossless and pays and not small else None
 
 
 def check_lossless(decoder: Decoder) -> None:

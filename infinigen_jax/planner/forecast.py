@@ -221,7 +221,7 @@ class Planner:
             settings=settings,
             weights=tree_bytes(weights.params) - traffic.brought,
             weights_on_host=traffic.brought,
-            drafts=self._draft_bytes(settings),
+            drafts=self._draft_bytes(settings, decoder),
             bases=tree_bytes(kept),
             speculation=tree_bytes(weights.policy),
             chunk=chunk,
@@ -233,7 +233,7 @@ class Planner:
             lossless=None,
             machine=self.machine,
         )
-        copied = self._draft_bytes(dataclasses.replace(settings, lossless=True))
+        copied = self._draft_bytes(dataclasses.replace(settings, lossless=True), decoder)
         if not dataclasses.replace(found, drafts=copied).fits:
             return found
         host_rows = plan.host_cache * context // capacity
@@ -268,9 +268,9 @@ class Planner:
             return None
         return forecast_rounds(draft, verification, most)
 
-    def _draft_bytes(self, settings: EngineOptions) -> int:
+    def _draft_bytes(self, settings: EngineOptions, decoder: Decoder) -> int:
         """Return the bytes of the copy of the weights for drafts; 0 without one."""
-        form = draft_form(settings, self._weights.params)
+        form = draft_form(settings, decoder, self._weights.params)
         return 0 if form is None else self._small_bytes(form)
 
     def _seconds(self, traffic: Traffic, streams: bool) -> float | None:

@@ -71,10 +71,10 @@ class EngineOptions(Settings):
     )
     draft_weights: str | None = setting(
         None,
-        "copy of the weights for drafts, with lossless: bfloat16, int8 or int4 (default: none; "
-        "int8 with weights host)",
+        "copy of the weights for drafts, with lossless: none, bfloat16, int8 or int4 (default: "
+        "int8 on a CPU or with weights host, else none)",
         "T",
-        OneOf(WEIGHT_DTYPES),
+        OneOf(("none", *WEIGHT_DTYPES)),
     )
     check: bool = setting(False, "stop at a NaN or an infinity, and say where it is")
     prefill_chunk: int | None = setting(

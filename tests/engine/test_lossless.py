@@ -29,6 +29,7 @@ from infinigen_jax.engine.live_batch import LiveBatch
 from infinigen_jax.engine.lossless import LosslessRun, LosslessStats
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import load
+from infinigen_jax.models.small_weights import small_dtype
 from infinigen_jax.policies import H2O, Full, InfiniGen, Oracle, PreviousQuery, Quest, Window
 from infinigen_jax.settings.pool import Pool
 from infinigen_jax.settings.sampling import Sampling
@@ -41,9 +42,9 @@ PENALISED = Sampling(temperature=0.7, frequency_penalty=1.5, repetition_penalty=
 # Model, policy and settings of both engines; then of the lossless one alone.
 CASES: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
     # A window of three tokens limits drafts, and with them the sizes of verifications.
-    "infinigen": ("one", dataclasses.replace(SPARSE, window=3), {}, {}),
+    "infinigen": ("one", dataclasses.replace(SPARSE, window=3), {}, {"draft_weights": "none"}),
     "poor": ("gqa", POOR, {}, {"draft_tokens": 4}),
-    "tail": ("gqa", TAILED, {}, {"draft_tokens": 2}),
+    "tail": ("gqa", TAILED, {}, {"draft_tokens": 2, "draft_weights": "none"}),
     "own-query": ("gqa", dataclasses.replace(POOR, query="own", tail=True), {}, {}),
     "hot-set": ("gqa", POOR, {}, {"hot_set": 1.5, "draft_tokens": 4}),
     "window": ("one", Window(budget=0.1, window=4, sinks=2), {}, {"draft_tokens": 3}),
@@ -51,14 +52,14 @@ CASES: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
     "h2o": ("one", H2O(budget=0.1, window=4, sinks=2), {}, {"draft_tokens": 3}),
     "previous-query": ("one", PreviousQuery(budget=0.1, window=4, sinks=2), {}, {}),
     "oracle": ("one", Oracle(budget=0.05, window=4, sinks=2), {}, {"draft_tokens": 4}),
-    "int8": ("one", POOR, {"rows": "int8"}, {"draft_tokens": 3}),
+    "int8": ("one", POOR, {"rows": "int8"}, {"draft_tokens": 3, "draft_weights": "none"}),
     "int4": ("one", POOR, {"rows": "int4"}, {"draft_tokens": 2}),
     "weights": ("gqa", POOR, {}, {"weights": "host", "draft_tokens": 4}),
     "small-weights": ("gqa", POOR, {}, {"draft_tokens": 4, "draft_weights": "int4"}),
     "small-opt": ("opt", POOR, {"weights": "host"}, {"draft_weights": "bfloat16"}),
     "layerwise": ("gqa", POOR, {"schedule": "layerwise"}, {}),
     "windows": ("windows", POOR, {}, {"draft_tokens": 4}),
-    "opt": ("opt", POOR, {"dense_layers": 0}, {"draft_tokens": 4}),
+    "opt": ("opt", POOR, {"dense_layers": 0}, {"draft_tokens": 4, "draft_weights": "none"}),
     "softcap": ("gemma2", POOR, {}, {"draft_tokens": 4}),
     "check": ("one", POOR, {}, {"check": True, "draft_tokens": 4}),
 }
@@ -252,6 +253,22 @@ def test_settings_that_rule_it_out_are_named(settings, named):
 def test_drafts_belong_to_the_lossless_mode(setting):
     with pytest.raises(InputError, match=f"{next(iter(setting))}: nothing is drafted"):
         Engine(random_model("one"), **setting)
+
+
+@pytest.mark.parametrize(
+    ("settings", "form"),
+    [
+        ({}, "int8"),
+        ({"weights": "host"}, "int8"),
+        ({"draft_weights": "none"}, None),
+        ({"draft_weights": "none", "weights": "host"}, None),
+        ({"draft_weights": "int4"}, "int4"),
+    ],
+)
+def test_drafts_on_a_cpu_have_a_small_copy_of_the_weights_unless_told(settings, form):
+    runtime = Engine(random_model("one"), policy=SPARSE, lossless=True, **settings).runtime
+    assert small_dtype(runtime.drafter[1].params["layers"][0]) == form
+    assert small_dtype(runtime.weights.params["layers"][0]) is None
 
 
 def test_small_weights_are_not_made_smaller():

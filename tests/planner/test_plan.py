@@ -192,7 +192,7 @@ def test_drafts_have_a_copy_of_the_weights(folder):
 
 
 def test_lossless_is_forecast_where_a_link_carries_the_cache(folder):
-    """A round moves the full cache once; where all memory is one and fast, drafts do not pay."""
+    """A round moves the full cache once; in one fast memory, only small weights make drafts pay."""
 
     def on_link(*options: str, machine: Machine = LARGE_GPU, context: int = 65536) -> Forecast:
         return forecast(folder, machine, *options, context=context)
@@ -215,8 +215,11 @@ def test_lossless_is_forecast_where_a_link_carries_the_cache(folder):
     streamed = on_link("--dense-layers=0", "--weights=host").lossless
     assert streamed is not None and streamed.full / streamed.seconds > 3
     fast = Machine(None, 256 * GIB, 2e12, 2e12)
-    short = on_link("--dense-layers=0", machine=fast, context=256)
-    assert short.lossless is not None and short.lossless.drafted == 0
+    small = on_link("--dense-layers=0", "--lossless", machine=fast, context=256)
+    assert small.drafts > 0 and small.lossless is not None and small.lossless.drafted > 0
+    settings = "--dense-layers=0", "--lossless", "--draft-weights=none"
+    short = on_link(*settings, machine=fast, context=256)
+    assert short.drafts == 0 and short.lossless is not None and short.lossless.drafted == 0
     assert "do not pay" in plan.exact_tokens(short)[0]
     for options in (["--policy=full"], ["--dense-layers=0", "--pool-tokens=4096"]):
         assert plan.exact_tokens(on_link(*options)) == []
