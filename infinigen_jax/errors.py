@@ -11,6 +11,7 @@ import io
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +26,7 @@ OUT_OF_MEMORY = (
 )
 LONGEST = 1000  # characters of a message
 SHOWN = 60  # characters of a refused value
+EXTENSIONS: set[str] = set()  # files of policies from outside: their faults are bad input
 # Options that are not named like the parameter of the library that they set.
 OPTIONS = {"prompts": "--prompt", "pool": "--pool-tokens", "prefix_bytes": "--prefix-cache-gib"}
 
@@ -193,7 +195,18 @@ def _outcome(command: Callable[[], int | None], options: Mapping[str, str]) -> t
         message = one_line(f"{error.filename or 'system'}: {error.strerror or error}")
         if error.errno == errno.ENOMEM:
             message = f"{message}: {with_options(OUT_OF_MEMORY, options)}"
+    except Exception as error:
+        if not (place := _place_in_extension(error)):
+            raise
+        message = f"{place}: {type(error).__name__}: {error}"
     return 2, f"error: {one_line(message)}"
+
+
+def _place_in_extension(error: Exception) -> str:
+    """Return the last line of a policy from outside that led to an error; empty if none did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [f"{f.filename}:{f.lineno}, in {f.name}" for f in frames if f.filename in EXTENSIONS]
+    return places[-1] if places else ""
 
 
 def flush(stream: Any) -> OSError | None:

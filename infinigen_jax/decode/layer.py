@@ -40,6 +40,7 @@ from infinigen_jax.decode.state import (
     Target,
     Weights,
 )
+from infinigen_jax.errors import ParameterError
 from infinigen_jax.models import Params
 from infinigen_jax.models.llama import Layer
 from infinigen_jax.ops.attention import attend
@@ -156,7 +157,7 @@ class Decoder(Layout):
     ) -> Request:
         """Ask the policy for the rows that a layer requests, at most `request_size(capacity)`."""
         rows = target.positions
-        return self.policy.select(
+        request = self.policy.select(
             Lookup(
                 config=self.config,
                 layer=self.blueprint.layer(target.params),
@@ -170,6 +171,10 @@ class Decoder(Layout):
                 held=None if rows is None else held(rows, positions, self.policy.window),
             )
         )
+        if not isinstance(request, Request):
+            problem = f"`select` returned {type(request).__name__}, not a Request"
+            raise ParameterError("policy", problem, self.policy.name)
+        return request
 
     def tie(self, started: Started | None, q: Array) -> Array:
         """Keep the work on a query apart from the work that leads to a request.

@@ -147,6 +147,7 @@ def make_decoder(model: Model, settings: EngineSettings, transfer: Transfer, mes
     if hot_set is None:
         hot_set = HOT_SET if transfer.concurrent and policy.reuses else 0.0
     policy = policy.fitted(model, transfer.in_place, settings.pool is not None)
+    policy.check()
     dense = settings.dense_layers
     if dense is None:
         dense = policy.dense_layers

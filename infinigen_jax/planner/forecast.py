@@ -143,7 +143,10 @@ class Planner:
         asked, _ = make({})
         # With all layers on the host, the policy has weights for every layer.
         self._decoder, self._weights = make({"dense_layers": 0})
-        layers = self._weights.params["layers"]
+        # Their shapes alone: a copy is made on the device, wherever the weights are.
+        layers = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._weights.params["layers"]
+        )
 
         @functools.cache
         def small_bytes(dtype: str) -> int:

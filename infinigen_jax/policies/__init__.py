@@ -10,7 +10,7 @@ import inspect
 import pkgutil
 from typing import Any
 
-from infinigen_jax.errors import ParameterError, one_line
+from infinigen_jax.errors import EXTENSIONS, ParameterError, one_line
 from infinigen_jax.numeric import listed
 from infinigen_jax.policies.base import Policy
 from infinigen_jax.policies.full import Full
@@ -79,8 +79,26 @@ def find_policy(name: str) -> Any:
         )
     except Exception as error:  # the module's own code may raise anything
         problem = f"{type(error).__name__}: {one_line(str(error))}"
-        raise ParameterError("policy", f"{problem}; is it on PYTHONPATH?", name) from None
-    complete = hasattr(kind, "name") and hasattr(kind, "select")
-    if not (inspect.isclass(kind) and dataclasses.is_dataclass(kind) and complete):
-        raise ParameterError("policy", "not a policy; give a class as docs/policies.md says", name)
+        where = "; is it on PYTHONPATH?" if isinstance(error, ImportError) else ""
+        raise ParameterError("policy", problem + where, name) from None
+    if problem := _problem(kind):
+        raise ParameterError("policy", f"{problem}, see docs/policies.md", name)
+    EXTENSIONS.add(inspect.getfile(kind))
     return kind
+
+
+def _problem(kind: Any) -> str:
+    """Return what keeps a class from being a policy; empty if nothing does."""
+    if not (inspect.isclass(kind) and issubclass(kind, Policy) and dataclasses.is_dataclass(kind)):
+        return "not a policy: derive a frozen dataclass from `Budgeted`"
+    if not hasattr(kind, "name"):
+        return "a policy needs a `name`"
+    for method in ("request_size", "select", "init", "append", "observe_queries", "observe"):
+        base, own = getattr(Policy, method), getattr(kind, method)
+        if own is base and method in ("request_size", "select"):
+            return f"a policy needs the method `{method}`"
+        try:
+            inspect.signature(own).bind(*inspect.signature(base).parameters)
+        except TypeError as error:
+            return f"`{method}`: {error}"
+    return ""

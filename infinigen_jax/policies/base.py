@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from infinigen_jax import cuda
 from infinigen_jax.cache.layers import Slots, values_of
 from infinigen_jax.cuda import calls
+from infinigen_jax.errors import ParameterError
 from infinigen_jax.models.base import ModelConfig, Params
 from infinigen_jax.ops.span import Span
 from infinigen_jax.policies.lookup import Attended, Lookup
@@ -84,6 +85,13 @@ class Policy:
     has_tail: ClassVar[bool] = False
     tail_block: ClassVar[int] = 0
 
+    def check(self) -> None:
+        """Raise ParameterError if flags of the policy are wrong or exclude each other."""
+        if self.lead not in (0, 1):
+            raise ParameterError("policy", f"its `lead` is {self.lead}; use 0 or 1", self.name)
+        if self.observes and not self.lead:
+            raise ParameterError("policy", "one that `observes` needs a `lead` of 1", self.name)
+
     def streams(self, layer: int) -> bool:
         """Whether this layer, if on the host, attends to all its rows, block by block.
 
@@ -128,6 +136,9 @@ class Policy:
         slots: Int[Array, "b k n"] | None = None,
     ) -> Any:
         """Add the keys of some tokens to the state; the result must not depend on padding.
+
+        A flush brings the whole recent window, so the same tokens may come twice: the second time
+        changes nothing. Only entries of these tokens change, unless the policy `observes`.
 
         Args:
             weights: arrays from `prepare`.

@@ -159,7 +159,6 @@ def test_numbers_beyond_sizes(module):
     [
         lambda: Pool(tokens=9, sinks=3 * 10**9),
         lambda: Pool(tokens=10**23),
-        lambda: Quest(page=10**23),
         lambda: Quest(window=10**23),
         lambda: Sampling(temperature=1e308),
         lambda: Sampling(top_k=10**23),

@@ -40,28 +40,58 @@ ELSEWHERE = """
 import dataclasses
 from typing import ClassVar
 from infinigen_jax.policies import Window
+from infinigen_jax.policies.base import Budgeted
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recent(Window):
     name: ClassVar[str] = "recent"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Needs:
+class Needs(Window):
     stride: int
-    name = "needs"
-    def select(self, lookup): ...
+    name: ClassVar[str] = "needs"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Refuses:
-    name = "refuses"
+class Refuses(Window):
+    name: ClassVar[str] = "refuses"
     def __post_init__(self): raise ValueError("3 is odd")
-    def select(self, lookup): ...
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Divides(Window):
     name: ClassVar[str] = "divides"
     budget: float = 1.0
     def __post_init__(self): 1 / (self.budget - 0.5)
+
+class Plain: ...
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Selectless(Budgeted):
+    name: ClassVar[str] = "selectless"
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Narrow(Window):
+    def append(self, weights, state, keys): return state
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Early(Window):
+    lead: ClassVar[int] = 2
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Blind(Window):
+    lead: ClassVar[int] = 0
+    observes: ClassVar[bool] = True
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mistyped(Window):
+    def select(self, lookup): return self.choose(lookup.queries, lookup)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Empty(Window):
+    def select(self, lookup): self.choose(lookup.slot_positions, lookup)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Nothing(Window):
+    def select(self, lookup): return None
 """
 GENERATE = ("-m", "infinigen_jax.generate")
 SHORT = ("--prompt", "The king said", "--max-new-tokens", "4")
@@ -114,6 +144,12 @@ def test_a_policy_of_another_package(run, refused, tmp_path, monkeypatch):
         "elsewhere:Recent:page=8": "'page' is no setting; use sinks, window, budget",
         "elsewhere:Missing": "no attribute 'Missing'",
         "elsewhere:dataclasses": "not a policy",
+        "elsewhere:Plain": "not a policy",
+        "elsewhere:Selectless": "a policy needs the method `select`",
+        "elsewhere:Narrow": "`append`: too many positional arguments",
+        "elsewhere:Early": "its `lead` is 2; use 0 or 1",
+        "elsewhere:Blind": "one that `observes` needs a `lead` of 1",
+        "quest:page=7": "page 7: use 1, 2, 4, 8, 16, 32, 64 or 128",
         "elsewhere:Needs": "--policy elsewhere:Needs: .*stride",
         "elsewhere:Refuses": "--policy elsewhere:Refuses: 3 is odd",
         "unreadable:P": "--policy unreadable:P: SyntaxError",
@@ -124,6 +160,13 @@ def test_a_policy_of_another_package(run, refused, tmp_path, monkeypatch):
         assert re.search(message, refused(generate.main, *SHORT, "--policy", name))
     given = (*SHORT, "--policy", "elsewhere:Divides", "--budget", "0.5")
     assert "--policy elsewhere:Divides: float division" in refused(generate.main, *given)
+    for name, message in {  # found in the first step, after the first token
+        "Mistyped": "elsewhere.py:[0-9]+, in select: AttributeError: .*queries",
+        "Empty": "elsewhere.py:[0-9]+, in select: ",
+        "Nothing": "--policy window: `select` returned NoneType, not a Request",
+    }.items():
+        status, _, err = run(*SHORT, "--quiet", "--policy", f"elsewhere:{name}")
+        assert status == 2 and re.fullmatch(f"error: .*{message}.*\n", err), err
     entry = importlib.metadata.EntryPoint("mine", "elsewhere:Recent", ENTRY_POINTS)
     found = importlib.metadata.EntryPoints([entry])
     monkeypatch.setattr(importlib.metadata, "entry_points", found.select)

@@ -160,7 +160,9 @@ def test_each_device_scores_and_selects_its_own_part(monkeypatch: pytest.MonkeyP
     rows = jax.NamedSharding(mesh, jax.P("data", "model"))
     query = jax.ShapeDtypeStruct((3, 4, 2, 8), jnp.float32, sharding=rows)
     index = jax.ShapeDtypeStruct((3, 4, 2, 128), jnp.uint32, sharding=rows)
-    positions = jax.ShapeDtypeStruct((3,), jnp.int32, sharding=jax.NamedSharding(mesh, jax.P()))
+    positions = jax.ShapeDtypeStruct(
+        (3,), jnp.int32, sharding=jax.NamedSharding(mesh, jax.P("data"))
+    )
 
     @jax.jit
     def chosen(query: jax.Array, index: jax.Array, positions: jax.Array) -> Any:
