@@ -122,13 +122,15 @@ def convert(
     tokenizer = functools.cache(lambda: open_tokenizer(folder))
     copied = side_files_of(folder, tokenizer)
     start_backend()
-    absorbs = _absorbs(skew, config)
+    # Rotation does not commute with the basis, and only an orthogonal basis leaves a checkpoint
+    # that any program can run.
+    absorbs = skew == "svd" and config.rope is None
     linked = [] if sidecar or absorbs else unchanged_files(folder, sources, dtype)
     whole = absorbs or not (sidecar or linked)
     tokens = _tokens(calibration, tokenizer, config) if skew != "none" else None
     # Another process may have written the destination while this one waited for the lock.
     with blas_threads(), staged(target, lambda: check_destination(folder, target, force)) as out:
-        job = _Job(config, sources, stored, skew, speculate_from, tokens)
+        job = _Job(config, sources, stored, skew, speculate_from, tokens, absorbs)
         files = job.write_weights(out, progress, whole)
         files[SKEW_FILE] = job.write_skew(out)
         write_text(out / "config.json", json.dumps(converted_config(hf, stored), indent=2) + "\n")
@@ -143,7 +145,7 @@ def convert(
         manifest = Manifest(
             family=config.family,
             skew=skew,
-            absorbed=job.absorbs,
+            absorbed=absorbs,
             dtype=stored.name,
             speculate_from=speculate_from,
             calibration=tokens and {"text_sha256": tokens.sha256, "tokens": tokens.count},
@@ -182,12 +184,12 @@ class _Job:
         skew: str,
         source: str,
         tokens: CalibrationTokens | None,
+        absorbs: bool,
     ):
         self.config, self.sources, self.dtype, self.skew = config, sources, dtype, skew
-        self.source, self.tokens = source, tokens
+        self.source, self.tokens, self.absorbs = source, tokens, absorbs
         self.architecture = blueprint(config, jnp.float32)
         self.specs = expected(self.architecture)
-        self.absorbs = _absorbs(skew, config)
         self.statistics: dict[str, list[np.ndarray]] = {}
 
     def write_weights(
@@ -349,9 +351,3 @@ def _tokens(
         return tokenized_file(path, tokenizer(), config, DEFAULT_TOKENS)
     ids = np.asarray(calibration, np.int32)
     return windows(ids, config, DEFAULT_TOKENS, "calibration", ids.tobytes())
-
-
-def _absorbs(skew: str, config: ModelConfig) -> bool:
-    # Rotation does not commute with the basis, and only an orthogonal basis leaves a checkpoint
-    # that any program can run.
-    return skew == "svd" and config.rope is None

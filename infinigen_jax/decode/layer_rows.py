@@ -179,14 +179,12 @@ class HostRows:
             return self.tail_blocks(q, request)
         if request.rest is None:
             return None
-        policy, weights = self.layout.policy, self.place.weights
+        weights = self.place.weights
         assert self.local.left is not None and taken is not None and weights is not None
         # Capped scores already have the mean key's logit.
         mean = None if "softcap" in weights else weights.get("mean")
         score = request.rest.score + mean_score(mean, q)
-        host_rows = jnp.maximum(self.positions - policy.window + 1 - policy.sinks, 0)[:, None]
-        if (rows := self._held()) is not None:
-            host_rows = jnp.sum(rows >= 0, axis=-1, dtype=jnp.int32)
+        host_rows = jnp.sum(self._on_host_only(), axis=-1, dtype=jnp.int32)
         missing = (host_rows - request.count)[..., None]
         score = jnp.where((missing > 0)[..., None], score, -jnp.inf)
         return Tail(score, self.local.left - taken[:, :, None], missing)
@@ -203,22 +201,15 @@ class HostRows:
         with jax.named_scope("tail"):
             if rest is None:
                 rest = layout.policy.own_rest(weights, self.place.state, q, request, self.positions)
-            size, blocks = layout.policy.tail_block, rest.score.shape[3]
-            eligible = layout.slots.eligible(self.positions, blocks * size)
-            by_block = eligible.reshape(-1, 1, blocks, size)
+            by_block = self._on_host_only().reshape(len(q), 1, rest.score.shape[3], -1)
             count = jnp.sum(by_block, axis=-1, dtype=jnp.int32)
             shift = None if rest.entry is None else predicted(weights, rest.entry)
             return Tail(rest.score, self.local.left, count, shift)
 
-    def _held(self) -> Int[Array, "b k t"] | None:
-        """Return positions of a pool's rows that only the host has; None without a pool."""
-        rows = self.place.positions
-        return None if rows is None else held(rows, self.positions, self.layout.policy.window)
-
     def _on_host_only(self) -> Bool[Array, "b kv t"]:
         """Return slots whose rows only the host has, per KV head or, with kv = 1, for all heads."""
-        if (rows := self._held()) is not None:
-            return rows >= 0
+        if self.place.positions is not None:
+            return held(self.place.positions, self.positions, self.layout.policy.window) >= 0
         capacity = capacity_of(self.host, len(self.positions))
         return self.layout.slots.eligible(self.positions, capacity)[:, None]
 

@@ -30,6 +30,7 @@ from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Carry, Counts, LayerInputs, LayerState, Target, Weights
 from infinigen_jax.models import Params
 from infinigen_jax.programs.program import Program
+from infinigen_jax.selection.select import Request
 from infinigen_jax.transfer.host_weights import await_copy, merged, start_copy, start_next
 
 # Layers of a group, preferred first: equal groups share a program. With single layers, calls took a
@@ -55,6 +56,14 @@ class Watched(NamedTuple):
     selection: Target | None
     host: Array | None
     positions: Array
+
+    def request(self, decoder: Decoder, capacity: int) -> Request:
+        """Return the layer's request; one made by its own query is computed again."""
+        if self.before.fetched is not None:
+            return self.before.fetched.request
+        assert self.selection is not None
+        a = decoder.blueprint.layer(self.params).attention_input(self.before.x)
+        return decoder.select(self.selection, a, self.positions, capacity)
 
 
 # Map a layer to the carry for the next one (normally `after`) and a record [b, ...].

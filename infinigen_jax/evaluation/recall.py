@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 SUMMARY = "attention mass, top-k rows and attention output, against exact top-k"
 READ_EVERY = 16  # steps between reads; few, because a step's records are large
 MEANS = ("mass", "oracle_mass", "error", "oracle_error")
-COUNTS = ("selected", "wanted", "found")
+COUNTS = ("wanted", "hits")
 HEAD = ["top-k recall", "mass", "oracle's", "of oracle", "error", "oracle's", "lost most in"]
 
 
@@ -163,9 +163,9 @@ def _part(arrays: dict[str, np.ndarray], tokens: np.ndarray, at: Any = ...) -> d
 
     mass, deviation = mean_and_error(per_window("mass"))
     best = float(per_window("oracle_mass").mean())
-    selected, budgeted = (float(arrays[name][at].sum()) for name in ("found", "wanted"))
+    wanted, hits = (float(arrays[name][at].sum()) for name in COUNTS)
     return {
-        "top_k_recall": selected / budgeted if budgeted else 1.0,
+        "top_k_recall": hits / wanted if wanted else 1.0,
         "mass": mass,
         "mass_standard_error": deviation,
         "oracle_mass": best,

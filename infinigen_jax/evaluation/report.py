@@ -56,19 +56,20 @@ def version_of(package: str) -> str | None:
 
 
 def name_columns(lines: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return the headings of the columns that name a line, and their cells for each line."""
+    """Return the headings of the columns that name a line, and their cells for each line.
+
+    The number of dense layers, which affects traffic and host cache, is shown whenever it differs.
+    """
     settings = _distinguishing(lines)
+    if len({line["settings"]["dense_layers"] for line in lines}) > 1:
+        settings = list(dict.fromkeys([*settings, "dense_layers"]))
     head = ["policy", "budget", *(COLUMNS.get(s, s.replace("_", " ")) for s in settings)]
-    cells = [
-        [line["policy"], *(_cell(line["settings"].get(s)) for s in ("budget", *settings))]
-        for line in lines
-    ]
-    return head, cells
+    return head, _cells(lines, settings)
 
 
 def labels(lines: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a label for each line: the cells that name it."""
-    return [" ".join(filter(None, cells)) for cells in name_columns(lines)[1]]
+    """Return a short label for each line: policy, budget and the settings that distinguish it."""
+    return [" ".join(filter(None, cells)) for cells in _cells(lines, _distinguishing(lines))]
 
 
 def _distinguishing(lines: Sequence[dict[str, Any]]) -> list[str]:
@@ -83,6 +84,13 @@ def _distinguishing(lines: Sequence[dict[str, Any]]) -> list[str]:
             if name != "budget" and any(s.get(name) != settings[0][name] for s in settings):
                 names.setdefault(name)
     return list(names)
+
+
+def _cells(lines: Sequence[dict[str, Any]], settings: Sequence[str]) -> list[list[str]]:
+    return [
+        [line["policy"], *(_cell(line["settings"].get(s)) for s in ("budget", *settings))]
+        for line in lines
+    ]
 
 
 def _cell(value: Any) -> str:

@@ -34,6 +34,7 @@ class Scores(NamedTuple):
 
     Attributes:
         nats: negative natural log-probability of each token.
+        best: most likely token at each position.
         tokens, log_probs: n tokens at each position and their natural log-probabilities.
     """
 

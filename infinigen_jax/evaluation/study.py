@@ -39,17 +39,16 @@ class Seen(NamedTuple):
     Attributes:
         mass, oracle_mass: share of each query head's softmax over the past tokens that the policy
             attended, and that the oracle would attend at the same budget.
-        selected, wanted: rows that the policy selected, and rows that the budget allows.
-        found: number of the oracle's rows that the policy selected.
+        wanted: rows that the budget allows.
+        hits: number of the oracle's rows that the policy selected.
         error, oracle_error: relative L2 error of the layer's attention output, after the output
             projection, of the policy and of the oracle.
     """
 
     mass: Float[Array, "b k g"]
     oracle_mass: Float[Array, "b k g"]
-    selected: Int[Array, "b k"]
     wanted: Int[Array, "b k"]
-    found: Int[Array, "b k"]
+    hits: Int[Array, "b k"]
     error: Float[Array, " b"]
     oracle_error: Float[Array, " b"]
 
@@ -88,7 +87,7 @@ def compare(decoder: Decoder, watched: Watched) -> Seen:
     far_scores = _scores(q, rows, eligible[:, None], cap)
     weights = jax.nn.softmax(jnp.concatenate([near_scores, far_scores], axis=-1), axis=-1)
     near, far = weights[..., : slots.size], weights[..., slots.size :]
-    request = _request(decoder, watched, a, capacity)
+    request = watched.request(decoder, capacity)
     fetched = request.mask(capacity) & eligible[:, None]
     wanted = _wanted(decoder, watched, request, eligible)
     # Rank like the policy `oracle`: the group's softmax over the eligible rows, summed.
@@ -109,21 +108,11 @@ def compare(decoder: Decoder, watched: Watched) -> Seen:
     return Seen(
         mass(fetched),
         mass(best),
-        _entries(fetched),
         wanted,
         _entries(fetched & best),
         _relative(decoder.output(layer, had), whole),
         _relative(decoder.output(layer, could), whole),
     )
-
-
-def _request(decoder: Decoder, watched: Watched, a: Float[Array, "b e"], capacity: int) -> Request:
-    """Return the request whose rows the layer attended to."""
-    if watched.before.fetched is not None:
-        return watched.before.fetched.request
-    # The layer selected for itself; the same selection again.
-    assert watched.selection is not None
-    return decoder.select(watched.selection, a, watched.positions, capacity)
 
 
 def _with_tail(

@@ -147,7 +147,7 @@ def test_settings_behind_a_policy():
 
 def test_what_tells_lines_apart():
     def line(policy: str, **settings):
-        return {"policy": policy, "settings": settings | {"dense_layers": 2}}
+        return {"policy": policy, "settings": {"dense_layers": 2} | settings}
 
     a = [
         line("full", rows="exact"),
@@ -162,6 +162,12 @@ def test_what_tells_lines_apart():
     assert name_columns(b)[0] == ["policy", "budget"]
     c = [line("infinigen", budget=0.1, alpha=alpha) for alpha in (4.0, "inf")]
     assert name_columns(c)[1] == [["infinigen", "0.1", "4"], ["infinigen", "0.1", "inf"]]
+    # Lines of different policies with different numbers of dense layers.
+    d = [line("quest", budget=0.1), line("infinigen", budget=0.1, dense_layers=0)]
+    head, cells = name_columns(d)
+    assert head == ["policy", "budget", "dense"]
+    assert cells == [["quest", "0.1", "2"], ["infinigen", "0.1", "0"]]
+    assert labels(d) == ["quest 0.1", "infinigen 0.1"]
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_window_against_numpy(name):
     steps = range(CONTEXT - 1, SIZE - 1)
     assert arrays["layers"].tolist() == [1]
     weights, values, layer, output = plain_pass(random_model(name), WINDOWS)[0][1]
-    expected: dict[str, list] = {"mass": [], "oracle_mass": [], "error": [], "found": []}
+    expected: dict[str, list] = {"mass": [], "oracle_mass": [], "error": [], "hits": []}
     for p in steps:
         attended, eligible, rows = attended_by_window(p)
         row = weights[:, :, p]
@@ -63,7 +63,7 @@ def test_window_against_numpy(name):
         total = past.sum(axis=-1)
         expected["mass"].append((past * attended).sum(axis=-1) / total)
         expected["oracle_mass"].append((past * (wide | resident)).sum(axis=-1) / total)
-        expected["found"].append((best & attended).sum(axis=-1))
+        expected["hits"].append((best & attended).sum(axis=-1))
         kept = row * attended
         kept = kept / kept.sum(axis=-1, keepdims=True)
         o = jnp.asarray(np.einsum("bhk,bkhd->bhd", kept, values), jnp.float32)
@@ -71,10 +71,10 @@ def test_window_against_numpy(name):
         distance = np.linalg.norm(made - true, axis=-1) / np.linalg.norm(true, axis=-1)
         expected["error"].append(distance[:, None])
     for key, numbers in expected.items():
-        combined = np.sum if key == "found" else np.mean
+        combined = np.sum if key == "hits" else np.mean
         chunks = [combined(part, axis=0) for part in np.split(np.stack(numbers), [6, 12])]
-        found = arrays[key][:, 0]
-        np.testing.assert_allclose(found, np.stack(chunks, axis=-1), rtol=2e-3, atol=1e-4)
+        measured = arrays[key][:, 0]
+        np.testing.assert_allclose(measured, np.stack(chunks, axis=-1), rtol=2e-3, atol=1e-4)
 
 
 def test_the_oracle_finds_everything():
