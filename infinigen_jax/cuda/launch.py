@@ -30,6 +30,9 @@ TARGET = "__gpu$xla.gpu.ptx"
 # they use. By default they run in the order of the program.
 CONCURRENT: dict[str, int | str] = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 ASYNCHRONOUS = {"_xla_stream_annotation": "1", "inlineable": "false"}
+# The XLA of JAX 0.12 crashes when it compiles an asynchronous call; the extras for CUDA exclude it.
+# Without such calls a program is correct, but weights in host memory take more of the device's.
+CALLS = jax.__version_info__ < (0, 12)
 ENTRY = """{source}
 static_assert({threads} <= {kernel}_threads, "too many threads");
 extern "C" __global__ void __launch_bounds__({threads}, {kernel}_blocks)
@@ -75,7 +78,7 @@ def call(
             output_indices=np.arange(len(operands), pointers, dtype=np.int32),
         )
 
-    if concurrent:
+    if concurrent and CALLS:
         launch = set_xla_metadata(**ASYNCHRONOUS)(jax.jit(launch))
     return tuple(launch(*operands))
 
