@@ -10,7 +10,9 @@ import functools
 import io
 import os
 import re
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,6 +26,7 @@ OUT_OF_MEMORY = (
     "`pool.tokens`, `weight_dtype` int8, `weights` host or a smaller model; "
     "`python -m infinigen_jax.plan` shows what takes how much"
 )
+NO_THREAD = "can't start new thread"
 LONGEST = 1000  # characters of a message
 SHOWN = 60  # characters of a refused value
 EXTENSIONS: set[str] = set()  # files of policies from outside: their faults are bad input
@@ -161,18 +164,31 @@ def run_command(command: Callable[[], int | None], parser: Parser | None = None)
             setattr(sys, name, open(os.devnull, mode))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # text that the terminal's encoding lacks
-    status, message = _outcome(command, parser.options if parser else {})
+    before = sys.unraisablehook
+    sys.unraisablehook = functools.partial(_interrupt_again, before)
+    try:
+        status, message = _outcome(command, parser.options if parser else {})
+    finally:
+        sys.unraisablehook = before
     failure = flush(sys.stdout)
     if isinstance(failure, BrokenPipeError):
         status, message = 141, ""
     elif failure is not None:
-        reason = failure.strerror or failure
-        status, message = 2, f"error: standard output: {reason}; write to another file"
+        status, message = 2, f"error: {_unwritten(failure)}"
     if message:
         with contextlib.suppress(OSError):
             print(message, file=sys.stderr)
     flush(sys.stderr)
     return status
+
+
+def _interrupt_again(report: Callable[[Any], object], ignored: Any) -> None:
+    """Repeat a Ctrl-C whose exception is ignored, as in JAX's garbage-collector callback."""
+    if issubclass(ignored.exc_type, KeyboardInterrupt):
+        main: Any = threading.main_thread().ident
+        threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT)).start()
+    else:
+        report(ignored)
 
 
 def _outcome(command: Callable[[], int | None], options: Mapping[str, str]) -> tuple[int, str]:
@@ -186,13 +202,17 @@ def _outcome(command: Callable[[], int | None], options: Mapping[str, str]) -> t
     except KeyboardInterrupt:
         return 130, "interrupted"
     except (MemoryError, RuntimeError) as error:  # XLA's own error type is a RuntimeError
-        if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
-            raise
         message = with_options(OUT_OF_MEMORY, options)
+        if NO_THREAD in str(error):
+            message = f"{NO_THREAD}: raise the limits of memory (ulimit -v) and threads (ulimit -u)"
+        elif isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
     except BrokenPipeError:
         return 141, ""
     except OSError as error:
         message = one_line(f"{error.filename or 'system'}: {error.strerror or error}")
+        if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            message = _unwritten(error)  # unbuffered; writers of files name them
         if error.errno == errno.ENOMEM:
             message = f"{message}: {with_options(OUT_OF_MEMORY, options)}"
     except Exception as error:
@@ -207,6 +227,10 @@ def _place_in_extension(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     places = [f"{f.filename}:{f.lineno}, in {f.name}" for f in frames if f.filename in EXTENSIONS]
     return places[-1] if places else ""
+
+
+def _unwritten(error: OSError) -> str:
+    return f"standard output: {error.strerror or error}; write to another file"
 
 
 def flush(stream: Any) -> OSError | None:

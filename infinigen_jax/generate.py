@@ -43,7 +43,7 @@ Say = Callable[[str], None]
 
 
 def build_parser() -> Parser:
-    """Return the parser; some options are a contract (README, "Command line")."""
+    """Return the parser; some options are a contract with other programs."""
     parser = Parser(
         prog="python -m infinigen_jax.generate",
         usage="%(prog)s [--model M] [--prompt TEXT] [options]",

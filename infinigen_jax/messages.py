@@ -8,17 +8,22 @@ from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 PATIENCE = 1.5  # seconds of work before it is announced
-READING = "reading the prompt; a first start compiles (once; kept for the next start)"
-COMPILING = "compiling the decode step (once; kept for the next start)"
+READING = "reading the prompt; a first start compiles"
+COMPILING = "compiling the decode step"
+KEPT = "once; kept for the next start"
 
 Step = TypeVar("Step")
 
 
 class Messages:
-    """Printer of lines to stderr, silent if `quiet`."""
+    """Printer of lines to stderr, silent if `quiet`.
+
+    Attributes:
+        kept: whether compiled programs are stored.
+    """
 
     def __init__(self, quiet: bool = False):
-        self.quiet = quiet
+        self.quiet, self.kept = quiet, False
 
     def __call__(self, message: str) -> None:
         if not self.quiet:
@@ -27,6 +32,8 @@ class Messages:
     @contextlib.contextmanager
     def working(self, message: str) -> Iterator[None]:
         """Print a message if the block takes longer than PATIENCE; fast failures stay one line."""
+        if self.kept and message in (READING, COMPILING):
+            message = f"{message} ({KEPT})"
         timer = threading.Timer(PATIENCE, self, (f"{message} ...",))
         timer.daemon = True
         timer.start()

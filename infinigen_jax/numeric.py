@@ -42,7 +42,10 @@ class Check(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Range(Check):
-    """Numbers in a range, never NaN; `or_zero` allows 0 too. Whole numbers may have a suffix."""
+    """Numbers in a range, never NaN; `or_zero` allows 0 too.
+
+    As text, whole numbers may have a suffix, and shares may be percentages.
+    """
 
     least: Number
     most: Number
@@ -51,7 +54,8 @@ class Range(Check):
 
     def parse(self, text: str) -> Any:
         if not self.whole:
-            return float(text)
+            percent = self.most == 1 and text.endswith("%")
+            return float(text[:-1]) / 100 if percent else float(text)
         factor = SUFFIXES.get(text[-1:].lower())
         return int(text) if factor is None else int(text[:-1]) * factor
 

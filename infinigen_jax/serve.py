@@ -3,11 +3,12 @@
 import argparse
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from infinigen_jax.cli.options import (
     DEFAULT_MODEL,
@@ -100,17 +101,28 @@ def serve(arguments: argparse.Namespace) -> None:
         config = http_config(create_app(scheduler, service), service, connections)
         host, port = listening.getsockname()[:2]
         say(f"http://{host}:{port}")
-        server = uvicorn.Server(config)
+
+        class Server(uvicorn.Server):
+            def handle_exit(self, sig: int, frame: Any) -> None:
+                if self.should_exit and sig == signal.SIGINT:
+                    end()
+                super().handle_exit(sig, frame)
+
+        server = Server(config)
         scheduler.failed = lambda: setattr(server, "should_exit", True)
         try:
             server.run(sockets=[listening])
         finally:
             if not scheduler.stop(0):
-                # Python would end within a compilation, which aborts the process.
-                sys.stderr.flush()
-                os._exit(INTERRUPTED)
+                end()
     if scheduler.failure is not None:
         raise InputError(scheduler.failure)
+
+
+def end() -> NoReturn:
+    """End the process, which Python could not do within a compilation without aborting it."""
+    os.write(2, b"interrupted\n")  # print may itself have been interrupted
+    os._exit(INTERRUPTED)
 
 
 def make_scheduler(arguments: argparse.Namespace, say: Messages) -> "Scheduler":

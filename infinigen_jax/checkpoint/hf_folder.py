@@ -73,7 +73,8 @@ def checked_folder(path: str | Path) -> Path:
     if folder.exists():
         raise InputError(f"{folder}: is a file; give a .gguf file or the folder of config.json")
     raise InputError(
-        f"{folder}: no such folder; give a model folder on disk, nothing is downloaded"
+        f"{folder}: no such folder; give a model's folder, a .gguf file, org/name on the hub or an "
+        "embedded model: books-llama, tiny-llama or tiny-opt"
     )
 
 

@@ -124,7 +124,8 @@ def begin(
     if names and sampling != conversation.sampling:
         problem = f"it goes on with {conversation.sampling}; leave {names} out"
         raise ParameterError("resume", problem, arguments.resume)
-    say(f"resumed after {len(conversation.tokens)} tokens")
+    messages, tokens = len(conversation.messages), len(conversation.tokens)
+    say(f"resumed: {messages} messages, {tokens} tokens in the cache")
     return conversation
 
 

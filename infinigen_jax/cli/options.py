@@ -252,10 +252,10 @@ def load_engine(arguments: argparse.Namespace, say: Messages) -> "Engine":
     if arguments.quiet:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     with say.working(f"loading {arguments.model or DEFAULT_MODEL}"):
-        from infinigen_jax.files.user_cache import keep_programs
+        from infinigen_jax.files.user_cache import keep_programs, program_folder
         from infinigen_jax.loading.load import load
         from infinigen_jax.machine.backend import claim_memory, start_backend
-        from infinigen_jax.programs.program import stores_programs
+        from infinigen_jax.programs.program import is_foreign, stores_programs
 
         policy = make_policy(arguments)  # before the model is loaded, to report errors early
         make_pool(arguments)
@@ -264,7 +264,9 @@ def load_engine(arguments: argparse.Namespace, say: Messages) -> "Engine":
         claim_memory()
         start_backend()
         if not stores_programs():
-            keep_programs()
+            keep_programs()  # also those of a foreign policy
+        foreign = stores_programs() and is_foreign(policy)
+        say.kept = program_folder() is not None and not foreign
         model = load(arguments.model, notify=say, **load_settings(arguments))
         engine = make_engine(model, policy, arguments)
         for line in options_without_effect(arguments, engine):

@@ -27,7 +27,7 @@ from infinigen_jax.engine.lossless import make_run
 from infinigen_jax.engine.results import Generation, Step
 from infinigen_jax.engine.runtime import make_runtime
 from infinigen_jax.engine.settings import EngineSettings
-from infinigen_jax.errors import ParameterError
+from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.loading.load import Model
 from infinigen_jax.numeric import check_range
 from infinigen_jax.policies import Policy
@@ -119,7 +119,7 @@ class Engine:
 
     def start(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Prompt | Sequence[Prompt],
         sampling: Sampling | Sequence[Sampling] | None = None,
         max_new_tokens: int = 64,
         *,
@@ -131,10 +131,10 @@ class Engine:
         stop: str | Sequence[str] = (),
         continues: bool = False,
     ) -> Run:
-        """Process prompts, given as token numbers, and draw their first tokens.
+        """Process prompts and draw their first tokens.
 
         Args:
-            prompts: token numbers of each prompt.
+            prompts: text or token numbers of each prompt, or a single prompt.
             sampling: settings, also one for each prompt; greedy by default. Equal prompts draw
                 differently.
             max_new_tokens: maximum number of new tokens per prompt.
@@ -157,27 +157,32 @@ class Engine:
         Raises:
             InputError: for an invalid argument, too few positions or too little memory.
         """
-        if not prompts:
+        encoded = [encode(self.model, prompt) for prompt in prompt_list(prompts)]
+        if not encoded:
             raise ParameterError("prompts", "give at least one prompt")
-        encoded = [encode(self.model, prompt) for prompt in prompts]
         check_range("prefix", prefix, 0)
         check_range("max_new_tokens", max_new_tokens, 1)
         if batch is not None:
             check_range("batch", batch, 1)
         if batch is not None and self.mesh.shape["data"] > 1:
             raise ParameterError("batch", "not for sequences on several devices; leave it out")
-        if len(prompts) % self.mesh.shape["data"]:
+        if len(encoded) % self.mesh.shape["data"]:
             raise ParameterError(
                 "prompts",
-                f"{len(prompts)} prompts are not shared equally by {self.mesh.shape['data']} "
+                f"{len(encoded)} prompts are not shared equally by {self.mesh.shape['data']} "
                 "devices; give a multiple",
             )
         longest = max(map(len, encoded))
         limit = self.model.config.max_positions
+        if longest >= limit:
+            raise InputError(
+                f"a prompt of {longest} tokens is too long: the model has {limit} positions for "
+                "prompt and new tokens; shorten the prompt"
+            )
         if longest + max_new_tokens > limit:
             raise ParameterError(
                 "max_new_tokens",
-                f"a prompt of {longest} tokens leaves room for {max(limit - longest, 0)}, as the "
+                f"a prompt of {longest} tokens leaves room for {limit - longest}, as the "
                 f"model has {limit} positions; give fewer new tokens or a shorter prompt",
                 max_new_tokens,
             )
@@ -193,7 +198,7 @@ class Engine:
             )
         if log_probs is not None:
             check_range("log_probs", log_probs, 0, MOST_LOG_PROBS)
-        settings = samplings(sampling, len(prompts))
+        settings = samplings(sampling, len(encoded))
         fit = fit and batch is None and self.mesh.shape["data"] == 1
         options: Any = {"batch": batch, "prefix": prefix, "fit": fit, "log_probs": log_probs}
         options |= {"stops": checked_stops(stop), "continues": continues}

@@ -3,6 +3,7 @@
 import dataclasses
 
 from infinigen_jax.errors import ParameterError
+from infinigen_jax.numeric import listed
 from infinigen_jax.policies import POLICIES, InfiniGen, Policy
 from infinigen_jax.settings.engine import EngineOptions
 from infinigen_jax.settings.pool import Pool
@@ -49,5 +50,5 @@ class EngineSettings(EngineOptions):
 def check_pool(pool: Pool | None, policy: Policy) -> None:
     """Raise ParameterError, which names other policies, if a policy supports no limited cache."""
     if pool is not None and not policy.pools:
-        names = " or ".join(name for name, kind in POLICIES.items() if kind.pools)
+        names = listed([name for name, kind in POLICIES.items() if kind.pools])
         raise ParameterError("pool", f"policy {policy.name} cannot have a limit; use {names}")

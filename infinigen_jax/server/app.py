@@ -114,6 +114,8 @@ def _add_error_handlers(app: FastAPI) -> None:
         field, message = (path or ["body"])[0], first["msg"].removeprefix("Value error, ")
         if first["type"] == "json_invalid":
             return refusal(400, "body: it is not JSON")
+        if not path and not request.headers.get("content-type", "").startswith("application/json"):
+            return refusal(400, "body: it is not JSON; send Content-Type: application/json")
         if first["type"] == "extra_forbidden" or field in NEUTRAL:
             message = "this parameter is not supported"
         if field == "prompt":

@@ -149,12 +149,13 @@ class ServedBatch(abc.ABC):
         self.live.join(0, self._try_begin(reading))
         self.live.leave(0)
 
-    def warm_up(self, reading: Reading) -> None:
-        """Run every program, with a complete prompt in sequence 0."""
+    def warm_up(self, reading: Reading) -> Iterator[None]:
+        """Run every program, with a complete prompt in sequence 0; yield between programs."""
+        yield
         self.live.join(0, self._try_begin(reading))
-        self._try_steps(reading)
+        yield from self._try_steps(reading)
         self._narrow(0)
-        self._try_steps(reading)
+        yield from self._try_steps(reading)
         self._widen()
         self.leave(0)
 
@@ -167,7 +168,7 @@ class ServedBatch(abc.ABC):
         """Return a greedy sequence of a complete prompt that gets no tokens."""
 
     @abc.abstractmethod
-    def _try_steps(self, reading: Reading) -> None:
+    def _try_steps(self, reading: Reading) -> Iterator[None]:
         """Run every program of steps and draws, with a sequence in the first place."""
 
     @property
@@ -258,7 +259,7 @@ class SteppedBatch(ServedBatch):
     def _try_begin(self, reading: Reading) -> Single:
         return reading.single()
 
-    def _try_steps(self, reading: Reading) -> None:
+    def _try_steps(self, reading: Reading) -> Iterator[None]:
         every = allowed_tokens({}, *self.live.logits.shape)
         # Draws without penalties come first and use a separate program.
         self._sampler.leave(0)
@@ -268,7 +269,9 @@ class SteppedBatch(ServedBatch):
         for sampling in SAMPLINGS:
             self._sampler.replace(0, self._sampler_of([sampling], [(0,)]))
             drawn = self._sampler.draw(self.live.logits, self.live.best, every, log_probs=True)
+            yield
             self.live.step(drawn.tokens)
+            yield
         if self._heat_maps:
             self.live.step(self.live.best, watch_heat)
         jax.block_until_ready((drawn, self.live.logits))
@@ -328,7 +331,7 @@ class RoundBatch(ServedBatch):
     def _try_begin(self, reading: Reading) -> Single:
         return _single(reading, reading.predicted[1])
 
-    def _try_steps(self, reading: Reading) -> None:
+    def _try_steps(self, reading: Reading) -> Iterator[None]:
         # Draws without penalties come first and use a separate program.
         self._sampler.leave(0)
         for sampling in SAMPLINGS:
@@ -336,7 +339,9 @@ class RoundBatch(ServedBatch):
             jax.block_until_ready(sampler.draw(*reading.predicted, log_probs=True))
             self._sampler.replace(0, sampler)
             heat = self._heat_maps and sampling.greedy and not sampling.penalises
+            yield
             self.live.warm_up(self._sampler, watch_heat if heat else None)
+            yield
 
 
 def _single(

@@ -73,7 +73,7 @@ class Generating(BaseModel, abc.ABC):
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, le=2)
+    temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = None
     top_k: int | None = Field(None, description="0 for all")
     min_p: float | None = None

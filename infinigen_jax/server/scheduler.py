@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -98,10 +98,10 @@ class Scheduler:
     def _serve(self) -> None:
         try:
             begun = time.perf_counter()
-            self._warm_up()
-            self._compiled = compilations()
-            self.ready.set()
-            logger.info("ready after %.1f s", time.perf_counter() - begun)
+            if not any(self._stopping for _ in self._warm_up()):
+                self._compiled = compilations()
+                self.ready.set()
+                logger.info("ready after %.1f s", time.perf_counter() - begun)
             while self._wait():
                 try:
                     self._advance()
@@ -125,21 +125,25 @@ class Scheduler:
         host = self._batch.live.cache.host
         self._metrics.host_bytes.set(0 if host is None else host.nbytes)
 
-    def _warm_up(self) -> None:
-        """Run every program: a prompt of each chunk length, and steps with each kind of draw."""
+    def _warm_up(self) -> Iterator[None]:
+        """Run every program: a prompt of each chunk length, and steps with each kind of draw.
+
+        Yield between programs, so that a server may stop there.
+        """
         limits, reading = self.limits, None
         for length in chunk_lengths(limits.chunk):
-            if self._stopping:
-                return
+            yield
             tokens = np.zeros(length, np.int32)
             cache = self._batch.empty_cache()
             reading = Reading(self.engine.runtime, tokens, cache, limits.chunk)
             reading.advance()
             if self._prefixes is not None:
                 self._prefixes.warm_up(reading)
+            yield
             self._batch.try_join(reading)
         assert reading is not None
-        self._batch.warm_up(reading)
+        yield from self._batch.warm_up(reading)
+        yield
 
     def _wait(self) -> bool:
         """Wait for work; return False when stopping."""

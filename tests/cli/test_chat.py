@@ -106,6 +106,9 @@ def test_a_conversation_at_the_command_line(talk, template, tmp_path):
     second = talk("And then?\nWho?\n", *shared, "--resume", saved, "--save", saved)
     assert first[0] == second[0] == 0 and first[2] == second[2] == ""
     assert (first[1] + second[1]).splitlines() == answers
+    talk("/undo\n", *shared, "--resume", saved, "--save", f"{saved}-undone")
+    undone = talk("", "--chat-template", template, "--resume", f"{saved}-undone")
+    assert undone[2].startswith("resumed: 4 messages, 0 tokens in the cache\n")
     status, out, err = talk("Who?\n", "--chat-template", "plain", "--quiet", "--resume", saved)
     assert (status, out) == (2, "") and "--chat-template plain: the conversation began" in err
     # The default of a new conversation, given by name, also counts as another setting.

@@ -3,8 +3,10 @@
 import argparse
 import io
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,6 +82,8 @@ def test_every_kind_of_out_of_memory(error, capsys):
 
     assert run_command(fail) == 2
     assert OUT_OF_MEMORY in capsys.readouterr().err
+    assert run_command(lambda: (_ for _ in ()).throw(RuntimeError("can't start new thread"))) == 2
+    assert "(ulimit -u)" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match="a bug"):
         run_command(lambda: (_ for _ in ()).throw(RuntimeError("a bug")))
 
@@ -98,6 +102,20 @@ def test_streams_that_the_caller_closed(monkeypatch):
     assert run_command(command) == 2
     for name in names:
         getattr(sys, name).close()
+
+
+def test_ctrl_c_in_a_callback_that_loses_exceptions():
+    """JAX's callback of the garbage collector is another one."""
+
+    class Losing:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    def command() -> None:
+        Losing()
+        time.sleep(60)
+
+    assert run_command(command) == 130
 
 
 def broken_pipe() -> int:
@@ -121,7 +139,7 @@ def test_output_that_cannot_be_written(main, buffered, monkeypatch, capsys):
     assert capsys.readouterr().err == ""
     assert status("/dev/full") == 2
     err = capsys.readouterr().err
-    assert err.startswith("error: ") and "No space left" in err and err.count("\n") == 1
+    assert err.startswith("error: standard output: No space left") and err.count("\n") == 1
 
 
 def numeric_options(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:

@@ -221,6 +221,18 @@ def test_jax_keeps_programs_where_the_package_stores_none(stores, monkeypatch):
     assert bool(kept) is not stores
 
 
+@pytest.mark.parametrize("policy", ["full", "elsewhere:Recent"])
+@pytest.mark.parametrize("cache", ["folder", "elsewhere.py"])
+def test_programs_are_said_to_be_kept_where_they_are(policy, cache, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere.py").write_text(ELSEWHERE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / cache))
+    monkeypatch.setattr("infinigen_jax.programs.program.stores_programs", lambda: True)
+    given = ["--model", "tiny-llama", "--policy", policy]
+    load_engine(generate.build_parser().parse_args(given), say := Messages(True))
+    assert say.kept == (policy == "full" and cache == "folder")
+
+
 @pytest.mark.parametrize("main", [generate.main, convert_main, evaluate.main, plan.main])
 def test_version(main, run):
     assert run("--version", main=main) == (0, f"infinigen_jax {ig.__version__}\n", "")
@@ -233,6 +245,13 @@ def test_numbers_of_tokens_with_a_suffix():
     arguments = parse(["--pool-tokens", "2k", "--prefill-chunk", "1k"])
     assert make_pool(arguments) == ig.Pool(tokens=2048)
     assert arguments.prefill_chunk == 1024
+
+
+def test_shares_as_percentages():
+    parse = generate.build_parser().parse_args
+    assert parse(["--budget", "5%"]).budget == 0.05
+    with pytest.raises(SystemExit):
+        parse(["--temperature", "5%"])
 
 
 def test_names_of_the_package():

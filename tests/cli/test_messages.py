@@ -22,6 +22,10 @@ def test_work_that_takes_long_is_announced(monkeypatch, capsys):
             pass
         assert list(say.decoding(range(3))) == [0, 1, 2]
         assert capsys.readouterr().err == ("" if quiet else "loading it ...\n")
+    for say.quiet, say.kept in ((False, False), (False, True)):
+        with say.working(messages.READING):
+            time.sleep(0.2)
+        assert (messages.KEPT in capsys.readouterr().err) == say.kept
 
 
 def test_no_message_interrupts_a_line_at_a_terminal(monkeypatch, capsys):

@@ -116,6 +116,7 @@ def test_settings_and_prompts_out_of_range():
         (["text"], 4, "tokenizer"),
         ([[5]], 0, "max_new_tokens"),
         ([[5] * 250], 7, "250 tokens leaves room for 6"),
+        ([[5] * 256], 1, "256 tokens is too long: the model has 256 positions"),
     ):
         with pytest.raises(InputError, match=named):
             made.generate(prompts, max_new_tokens=new)
@@ -136,6 +137,7 @@ def test_texts_of_a_stream():
     """They are those of its tokens, up to a stop string that ends one prompt and not the other."""
     model = load(embedded())
     made = Engine(model, policy=Full())
+    assert len(made.start("The sea", max_new_tokens=1).new_tokens) == 1  # as in `stream`
     given = ["The", "When the old man saw"], Sampling(temperature=2.0, seed=1), 20
     whole = made.generate(*given, ignore_eos=True)
     for text, tokens in zip(whole.texts, whole.tokens, strict=True):

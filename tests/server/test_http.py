@@ -6,6 +6,7 @@ import json
 import logging
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -65,6 +66,12 @@ def test_malformed_bodies(served: Served, body):
     assert status == 400
     assert set(content["error"]) == {"message", "type", "param", "code"}
     assert "/" not in content["error"]["message"] and "Traceback" not in str(content)
+
+
+def test_a_body_without_its_type(served: Served):
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}  # as curl sends it
+    content = served.request("POST", "/v1/completions", BODY, headers)[2]
+    assert "send Content-Type: application/json" in content["error"]["message"]
 
 
 def test_api_key(strict: Served):
@@ -212,6 +219,20 @@ def test_not_ready_before_the_warm_up(served: Served):
     with pytest.raises(UnavailableError):
         scheduler.submit([job(1, print)])
     scheduler.stop(1.0)
+
+
+def test_stopped_in_the_warm_up(served: Served, monkeypatch):
+    """Between two programs, of which there would be more."""
+    scheduler = Scheduler(small_engine(), Limits.of(small_engine(), ROWS, CONTEXT))
+    begun = threading.Event()
+
+    def programs(reading: Any) -> Iterator[None]:
+        while begun.set() is None:
+            yield
+
+    monkeypatch.setattr(scheduler._batch, "warm_up", programs)
+    scheduler.start()
+    assert begun.wait(60) and scheduler.stop(5.0) and not scheduler.ready.is_set()
 
 
 def test_a_long_prompt_stalls_no_stream(served: Served):

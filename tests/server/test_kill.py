@@ -67,6 +67,18 @@ class Process:
         self._process.wait()
 
 
+def test_a_second_ctrl_c_ends_the_warm_up(tmp_path: Path):
+    server = Process(tmp_path)
+    server.url("/")
+    time.sleep(2)  # while it compiles
+    for _ in range(2):
+        server._process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    assert server._process.wait(2) == 130
+    said = server._log.read_text()
+    assert said.endswith("interrupted\n") and "ready" not in said
+
+
 def test_killed_servers_leave_no_damaged_file(tmp_path: Path):
     """Killed while it writes compiled programs, and while it streams an answer."""
 

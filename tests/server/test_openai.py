@@ -141,6 +141,12 @@ def test_refused_parameters_are_named(served: Served, field):
     assert error["type"] == "invalid_request_error"
 
 
+def test_a_negative_temperature(served: Served):
+    """The message does not name the larger limit of `Sampling`."""
+    with pytest.raises(openai.BadRequestError, match="greater than or equal to 0"):
+        served.complete(PROMPT, temperature=-1)
+
+
 def test_a_budget_of_a_request(served: Served):
     """It changes this request's result, not that of a neighbour, and compiles nothing."""
 
