@@ -138,7 +138,7 @@ def test_policies_that_cannot_have_a_limit():
         if kind.pools:
             assert Engine(model, policy=policy, pool=SMALL).decoder.pool == SMALL
         else:
-            message = f"policy {name} cannot have a limit; use .*full or"
+            message = f"policy {name} cannot have a limit; use full, .* or window"
             with pytest.raises(InputError, match=message):
                 Engine(model, policy=policy, pool=SMALL)
     assert {name for name, kind in POLICIES.items() if not kind.pools} == {"h2o", "quest"}
