@@ -206,7 +206,7 @@ def _outcome(command: Callable[[], int | None], options: Mapping[str, str]) -> t
         if NO_THREAD in str(error):
             message = f"{NO_THREAD}: raise the limits of memory (ulimit -v) and threads (ulimit -u)"
         elif isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
-            raise
+            message = _fault_of_extension(error)
     except BrokenPipeError:
         return 141, ""
     except OSError as error:
@@ -216,17 +216,17 @@ def _outcome(command: Callable[[], int | None], options: Mapping[str, str]) -> t
         if error.errno == errno.ENOMEM:
             message = f"{message}: {with_options(OUT_OF_MEMORY, options)}"
     except Exception as error:
-        if not (place := _place_in_extension(error)):
-            raise
-        message = f"{place}: {type(error).__name__}: {error}"
+        message = _fault_of_extension(error)
     return 2, f"error: {one_line(message)}"
 
 
-def _place_in_extension(error: Exception) -> str:
-    """Return the last line of a policy from outside that led to an error; empty if none did."""
+def _fault_of_extension(error: Exception) -> str:
+    """Return an error with the last line of a policy from outside that led to it; else raise it."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [f"{f.filename}:{f.lineno}, in {f.name}" for f in frames if f.filename in EXTENSIONS]
-    return places[-1] if places else ""
+    if not places:
+        raise error
+    return f"{places[-1]}: {type(error).__name__}: {error}"
 
 
 def _unwritten(error: OSError) -> str:

@@ -18,9 +18,8 @@ from infinigen_jax.ops.attention import soft_capped
 from infinigen_jax.ops.span import Span
 from infinigen_jax.policies.base import Budgeted, Lookup
 from infinigen_jax.selection.select import Request, group_rank
+from infinigen_jax.settings.policy import BLOCKS
 from infinigen_jax.settings.setting import setting
-
-PAGES = (1, 2, 4, 8, 16, 32, 64, 128)  # the capacity of a cache is a multiple of 128
 
 
 class Bounds(NamedTuple):
@@ -38,7 +37,7 @@ class Quest(Budgeted):
     paged: ClassVar[bool] = True
     lead: ClassVar[int] = 0
 
-    page: int = setting(16, "tokens in a page, a divisor of 128", "N", OneOf(PAGES))
+    page: int = setting(16, "tokens in a page, a divisor of 128", "N", OneOf(BLOCKS))
 
     def init(self, config: ModelConfig, batch: int, capacity: int) -> Bounds:
         shape = (batch, config.num_kv_heads, -(-capacity // self.page), config.head_dim)

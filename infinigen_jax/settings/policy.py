@@ -17,7 +17,7 @@ QUERIES = ("auto", "plain", "corrected", "own")
 SOURCES = ("input", "resident")
 LAYER_BUDGETS = ("auto", "equal", "calibrated")
 COUNTS = ("head", "mean")
-TAIL_TOKENS = (0, *(2**i for i in range(8)))  # divisors of every capacity
+BLOCKS = tuple(2**i for i in range(8))  # sizes of blocks of tokens: divisors of every capacity
 MOST_TAIL_COLUMNS = 16  # that the kernels can average
 
 
@@ -90,5 +90,5 @@ class InfiniGenSettings(BudgetSettings):
     speculate_from: str = setting("auto", check=OneOf(("auto", *SOURCES)))
     layer_budgets: str = setting("auto", check=OneOf(LAYER_BUDGETS))
     tail: bool = True
-    tail_tokens: int = setting(64, check=OneOf(TAIL_TOKENS))
+    tail_tokens: int = setting(64, check=OneOf((0, *BLOCKS)))
     tail_columns: int = setting(8, check=Range(0, MOST_TAIL_COLUMNS, whole=True))

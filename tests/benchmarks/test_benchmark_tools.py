@@ -54,10 +54,10 @@ def steps(*events):
     return sorted(ops, key=lambda op: op.start)
 
 
-BESIDE = ("gather_rows", "copy")  # a kernel on a separate stream, or a copy engine
+CONCURRENT = ("gather_rows", "copy")  # a kernel on a separate stream, or a copy engine
 
 
-@pytest.mark.parametrize("moves", BESIDE)
+@pytest.mark.parametrize("moves", CONCURRENT)
 def test_transfer_beside_computation_is_hidden_until_it_is_waited_for(moves):
     found = trace.account(
         steps(

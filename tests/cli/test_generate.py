@@ -90,6 +90,10 @@ class Empty(Window):
     def select(self, lookup): self.choose(lookup.slot_positions, lookup)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Raising(Window):
+    def select(self, lookup): raise RuntimeError("not today")
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Nothing(Window):
     def select(self, lookup): return None
 """
@@ -163,6 +167,7 @@ def test_a_policy_of_another_package(run, refused, tmp_path, monkeypatch):
     for name, message in {  # found in the first step, after the first token
         "Mistyped": "elsewhere.py:[0-9]+, in select: AttributeError: .*queries",
         "Empty": "elsewhere.py:[0-9]+, in select: ",
+        "Raising": "elsewhere.py:[0-9]+, in select: RuntimeError: not today",
         "Nothing": "--policy window: `select` returned NoneType, not a Request",
     }.items():
         status, _, err = run(*SHORT, "--quiet", "--policy", f"elsewhere:{name}")
