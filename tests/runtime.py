@@ -88,9 +88,10 @@ def tail_moments(config: ModelConfig, params: Params) -> tuple[np.ndarray, np.nd
     architecture, moments = blueprint(config, jnp.float32), []
     x = architecture.embedding(params["embedding"]).embed(tokens, places)
     for layer in map(architecture.layer, params["layers"]):
-        keys, values = layer.key_value(layer.attention_input(x), places)
+        a = layer.attention_input(x)
+        keys, values = layer.key_value(a, places)
         moments.append(block_products(keys, values, jnp.ones(64, bool)))
-        x = x + layer.mlp(x)
+        x = x + layer.mlp(x, a)
     keys, values = (np.stack([np.asarray(m[i]) for m in moments]) for i in range(2))
     return keys, values
 
@@ -250,7 +251,7 @@ def plain_pass(
         output = layer.attention_output(o)
         layers.append(PlainLayer(weights, values, layer, np.asarray(output)))
         x = x + output
-        x = x + layer.mlp(x)
+        x = x + layer.mlp(x, a)
     return layers, np.asarray(jax.nn.log_softmax(ends.logits(x)))
 
 

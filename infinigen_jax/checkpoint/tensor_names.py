@@ -25,8 +25,10 @@ PREFIXES = (
     *("model.language_model.", "language_model.model.", "language_model."),
     *("model.decoder.", "decoder.", "model."),
 )
-HARMLESS = ("rotary_emb.inv_freq", "decoder.version")  # recomputed or unused
-IMAGES = ("vision_tower.", "multi_modal_projector.")  # unused parts of such models
+# Recomputed, constant or unused.
+HARMLESS = ("rotary_emb.inv_freq", "decoder.version", "act_fn.beta", "act_fn.eps")
+# Unused parts: of models of text and images, and drafters.
+UNUSED = ("vision_tower.", "multi_modal_projector.", "visual.", "mtp.")
 LISTED = 20  # tensors named per kind of error
 
 
@@ -74,6 +76,7 @@ MLP = [
     *_linear("mlp.up_proj", "gate_up", 1, 2),
     *DOWN,
 ]
+UNGATED_MLP = [*_linear("mlp.up_proj", "up"), *DOWN]
 JOINED_MLP = [*_linear("mlp.gate_up_proj", "gate_up"), *DOWN]
 PRE_NORMS = [
     *_norm("input_layernorm", "attention_norm"),
@@ -110,8 +113,18 @@ LLAMA = _table(PRE_NORMS, ATTENTION, MLP)  # of families that TABLES lacks
 OLMO = _table(ATTENTION, HEAD_NORMS, POST_NORMS, MLP)
 
 TABLES = {
-    "arcee": _table(PRE_NORMS, ATTENTION, _linear("mlp.up_proj", "up"), DOWN),
+    "apertus": _table(
+        _norm("attention_layernorm", "attention_norm"),
+        _norm("feedforward_layernorm", "mlp_norm"),
+        ATTENTION,
+        HEAD_NORMS,
+        UNGATED_MLP,
+        [Rule("mlp.act_fn.alpha_p", ("activation", "positive"))],
+        [Rule("mlp.act_fn.alpha_n", ("activation", "negative"))],
+    ),
+    "arcee": _table(PRE_NORMS, ATTENTION, UNGATED_MLP),
     "exaone4": OLMO,
+    "gemma": _table(PRE_NORMS, ATTENTION, MLP, gains=True),
     "gemma2": _table(GEMMA_NORMS, ATTENTION, MLP, gains=True),
     "gemma3": _table(GEMMA_NORMS, ATTENTION, HEAD_NORMS, MLP, gains=True),
     "glm": _table(PRE_NORMS, ATTENTION, JOINED_MLP),
@@ -129,6 +142,15 @@ TABLES = {
         _norm("self_attn.key_layernorm", "k_norm"),
         MLP,
     ),
+    "hyperclovax": _table(
+        PRE_NORMS,
+        _norm("post_norm1", "attention_post_norm"),
+        _norm("post_norm2", "mlp_post_norm"),
+        ATTENTION,
+        MLP,
+    ),
+    "jais2": _table(PRE_NORMS, ATTENTION, UNGATED_MLP),
+    "nemotron": _table(PRE_NORMS, ATTENTION, UNGATED_MLP, gains=True),
     "olmo2": OLMO,
     "olmo3": OLMO,
     "phi3": _table(
@@ -137,6 +159,10 @@ TABLES = {
         _linear("self_attn.o_proj", "o"),
         JOINED_MLP,
     ),
+    "starcoder2": _table(
+        PRE_NORMS, ATTENTION, _linear("mlp.c_fc", "up"), _linear("mlp.c_proj", "down")
+    ),
+    "vaultgemma": _table(GEMMA_NORMS, ATTENTION, MLP, gains=True),
     "qwen3": _table(PRE_NORMS, ATTENTION, HEAD_NORMS, MLP),
     "opt": Table(
         prefix="model.decoder.",
@@ -284,7 +310,7 @@ def _stem(name: str) -> str:
 
 
 def _is_harmless(name: str, stem: str, tensors: Mapping[str, TensorSource], tied: bool) -> bool:
-    if name.endswith(HARMLESS) or stem.startswith(IMAGES):
+    if name.endswith(HARMLESS) or stem.startswith(UNUSED):
         return True
     if stem != "lm_head.weight" or not tied:
         return False

@@ -267,7 +267,7 @@ def _step(config: ModelConfig, source: str, sliding: int | None) -> Callable[...
             near = attend(queries, keys, values, window=recent, sinks=sinks)
             stand_in = x + layer.attention_output(near)
         seen = (a, stand_in, x, queries, keys, values)
-        return attended_state + layer.mlp(attended_state), sums, seen
+        return attended_state + layer.mlp(attended_state, a), sums, seen
 
     def step(params: Params, x: Float[Array, "w s e"], valid: Bool[Array, "w s"]) -> Any:
         return jax.lax.map(lambda pair: window(params, *pair), (x, valid))

@@ -74,7 +74,7 @@ class Decoder(Layout):
             o, rows, counts = rows.attend(q, carry)
             x = carry.x + self.output(layer, o)
         with jax.named_scope("mlp"):
-            x = x + layer.mlp(x)
+            x = x + layer.mlp(x, a)
         carry, hot = self.wait(started, Carry(x, None, counts), hot)
         return carry, LayerState(rows.local, hot, rows.observed)
 

@@ -17,18 +17,19 @@ from infinigen_jax.models.base import (
 )
 
 FAMILIES = (
-    *("arcee", "ernie4_5", "exaone4", "gemma2", "gemma3", "glm", "glm4", "granite"),
-    *("hunyuan_v1_dense", "llama", "ministral", "ministral3", "mistral", "olmo2", "olmo3", "opt"),
-    *("phi3", "qwen2", "qwen3", "seed_oss", "smollm3"),
+    *("apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2"),
+    *("gemma3", "glm", "glm4", "granite", "helium", "hunyuan_v1_dense", "hyperclovax", "internlm3"),
+    *("jais2", "llama", "ministral", "ministral3", "mistral", "nemotron", "olmo2", "olmo3", "opt"),
+    *("phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma"),
 )
-ALIASES = {"gemma3_text": "gemma3"}  # other names of a model_type
+ALIASES = {"gemma3_text": "gemma3", "iquestcoder": "llama"}  # other names of a model_type
 # Reasons to name for unsupported model types that contain these words.
 REASONS = {
     "mixtral": "a mixture of experts",
     "moe": "a mixture of experts",
     "gpt_oss": "a mixture of experts, with attention sinks as weights",
     "deepseek": "a mixture of experts",
-    "gemma": "of Gemma, the text models of versions 2 and 3 are",
+    "gemma": "of Gemma, the text models of versions 1 to 3 are",
     "mamba": "no attention",
 }
 

@@ -53,9 +53,11 @@ class ModelConfig:
         attention_softcap, logit_softcap: bounds of the attention scores and of the logits, see
             `ops.attention.soft_capped`; None for none.
         norms: names of the norms of a layer, of PRE_NORMS, POST_NORMS and HEAD_NORMS.
-        layer_norms: whether norms are of the kind LayerNorm rather than RMSNorm.
+        layer_norms, norm_biases: whether norms are of the kind LayerNorm rather than RMSNorm, and
+            whether these have biases.
         joint_head_norms: whether HEAD_NORMS apply to all heads of a token together.
         float32_norms: whether the scales of norms are float32 in every dtype of the weights.
+        parallel_mlp: whether the MLP reads attention's input instead of its result.
         embedding_scale, residual_scale, logit_divisor: factors on embeddings and on the outputs
             of attention and MLP, and divisor of the logits.
         sliding_window: number of tokens, itself included, that a token attends to in
@@ -88,8 +90,10 @@ class ModelConfig:
     logit_softcap: float | None = None
     norms: tuple[str, ...] = PRE_NORMS
     layer_norms: bool = False
+    norm_biases: bool = True
     joint_head_norms: bool = False
     float32_norms: bool = False
+    parallel_mlp: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_divisor: float = 1.0

@@ -27,9 +27,14 @@ DEFAULTS = {
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Translate a `config.json` of model_type "gemma2"; refuse unsupported settings by name."""
+    return capped_from_hf(hf, "gemma2")
+
+
+def capped_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> ModelConfig:
+    """Return the configuration of a version of Gemma with soft-capped scores."""
     hf = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **hf}
-    softcap = _softcap(hf, "attn_logit_softcapping")
-    return gemma_from_hf(hf | {"layer_types": kinds(hf, 2)}, "gemma2", attention_softcap=softcap)
+    settings |= {"attention_softcap": _softcap(hf, "attn_logit_softcapping")}
+    return gemma_from_hf(hf | {"layer_types": kinds(hf, 2)}, family, **settings)
 
 
 def kinds(hf: Mapping[str, Any], every: int) -> list[str]:

@@ -8,11 +8,21 @@ from infinigen_jax.errors import UnsupportedModelError
 SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of `layer_types`
 
 # Models of text and images: the usual `model_type` of their language model.
-WITH_IMAGES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+WITH_IMAGES = {
+    "exaone4_5": "exaone4",
+    "gemma3": "gemma3_text",
+    "mistral3": "mistral",
+    "qwen2_vl": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+}
 LANGUAGE_MODELS = {
+    "exaone4": "Exaone4ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
 }
 
 MOST_LAYERS = 10_000  # bounds the lists with an entry per layer
@@ -25,13 +35,28 @@ def language_model(hf: Mapping[str, Any]) -> dict[str, Any]:
     if kind not in WITH_IMAGES:
         return {"model_type": None, **hf}
     part = hf.get("text_config")
+    if part is None and kind in ("qwen2_vl", "qwen2_5_vl"):  # their first files are flat
+        part = {name: value for name, value in hf.items() if name != "vision_config"}
     if not isinstance(part, Mapping):
         raise UnsupportedModelError("config.json: text_config is missing, or not an object")
     names = ("eos_token_id", "dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
     shared = {name: hf[name] for name in names if name in hf}
     family = str(part.get("model_type") or WITH_IMAGES[kind])
+    if family.removesuffix("_text") == kind and family not in LANGUAGE_MODELS:
+        family = WITH_IMAGES[kind]
     name = {"model_type": family, "architectures": [LANGUAGE_MODELS.get(family)]}
-    return shared | {**part} | name
+    return shared | _along_the_text(part) | name
+
+
+def _along_the_text(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings without the rotation in three directions, which agree in a text."""
+    settings = {**hf}
+    for name in settings.keys() & {"rope_scaling", "rope_parameters"}:
+        rope = {k: v for k, v in (settings[name] or {}).items() if not k.startswith("mrope_")}
+        for kind in rope.keys() & {"type", "rope_type"}:
+            rope[kind] = "default" if rope[kind] == "mrope" else rope[kind]
+        settings[name] = rope or None
+    return settings
 
 
 def refuse_unless(condition: Any, setting: str) -> None:

@@ -46,14 +46,13 @@ def relative_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> Mod
     common["max_positions"] = most = stretched_positions(rope, common["max_positions"])
     refuse_unless(most <= LARGEST, f"a context of {most} tokens")
     biases = {name: bool(hf.get(name, False)) for name in ("attention_bias", "mlp_bias")}
-    settings = biases | {"rope": rope} | common | settings
+    read = {"rope": rope, "activation": activation, "norm_eps": float(hf.get("rms_norm_eps", 1e-6))}
+    settings = biases | read | common | settings
     if settings.get("sliding_window", 0) >= settings["max_positions"]:
         # Treat it as no window: such layers are cached on the host like any other.
         settings |= {"sliding_window": None, "sliding_layers": ()}
     return ModelConfig(
         family=family,
-        norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
-        activation=activation,
         tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
         **settings,
     )
@@ -66,7 +65,7 @@ class Layer(nnx.Module):
     """One decoder layer, split where the KV cache is read and where speculation starts.
 
     x = x + attention_output(attention(query(a), key_value(a)))    a = attention_input(x)
-    x = x + mlp(x)
+    x = x + mlp(x, a)
 
     `lengths` are the tokens of each sequence in this call of the model, by default up to and
     including `positions`. Some rotary embeddings depend on them (`rope.rotate`). Norms are those of
@@ -96,7 +95,7 @@ class Layer(nnx.Module):
         for name in c.norms:
             setattr(self, name, norm_of(sizes.get(name, c.hidden_size), c, dtype))
         if c.layer_ropes:
-            self.rotation = Rotation(c.head_dim)
+            self.rotation = Rotation(c.head_dim, any(r and r.interleaved for r in c.layer_ropes))
         self.config = config
 
     def attention_input(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
@@ -177,9 +176,12 @@ class Layer(nnx.Module):
         y = self.o(o.reshape(*o.shape[:-2], -1))
         return _scaled(_normed(self.attention_post_norm, y), self.config.residual_scale)
 
-    def mlp(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
-        """Return the MLP's addition to the residual stream; its norms are included."""
-        y = self.feed_forward(_normed(self.mlp_norm, x))
+    def mlp(self, x: Float[Array, "*b e"], a: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
+        """Return the MLP's addition to the residual stream; its norms are included.
+
+        x is the stream after attention. With `parallel_mlp`, the MLP reads `a`, attention's input.
+        """
+        y = self.feed_forward(a if self.config.parallel_mlp else _normed(self.mlp_norm, x))
         return _scaled(_normed(self.mlp_post_norm, y), self.config.residual_scale)
 
     def feed_forward(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:

@@ -154,16 +154,14 @@ def rotate(
     """
     lengths = positions + 1 if lengths is None else lengths
     angles = rope.angles(positions, lengths, x.shape[-1])
-    if rope.interleaved:
-        pairs, rest = jnp.split(x, [2 * angles.shape[-1]], axis=-1)
-        x = jnp.concatenate([pairs[..., ::2], pairs[..., 1::2], rest], axis=-1)
-    return _turned(x, angles, rope.attention_factor)
+    return _turned(x, angles, rope.attention_factor, rope.interleaved)
 
 
 class Rotation(nnx.Module):
     """Rotary embedding of a layer as parameters: layers with different ones share a program."""
 
-    def __init__(self, dim: int):
+    def __init__(self, dim: int, interleaved: bool):
+        self.interleaved = interleaved
         self.frequencies = nnx.Param(jnp.zeros(dim // 2))
         self.factor = nnx.Param(jnp.ones(1))
 
@@ -172,7 +170,7 @@ class Rotation(nnx.Module):
     ) -> Float[Array, "*b heads d"]:
         frequencies = _as_last(self.frequencies[...], positions.ndim)
         angles = positions[..., None].astype(jnp.float32) * frequencies
-        return _turned(x, angles, _as_last(self.factor[...], x.ndim - 1))
+        return _turned(x, angles, _as_last(self.factor[...], x.ndim - 1), self.interleaved)
 
 
 def rotation(rope: Rope | None, dim: int) -> dict[str, Float[Array, " p"]]:
@@ -186,8 +184,12 @@ def _turned(
     x: Float[Array, "*b heads d"],
     angles: Float[Array, "*b p"],
     factor: float | Float[Array, "*one 1"],
+    interleaved: bool,
 ) -> Float[Array, "*b heads d"]:
     """Rotate the leading pairs of every head by their angles, and multiply them by a factor."""
+    if interleaved:
+        pairs, rest = jnp.split(x, [2 * angles.shape[-1]], axis=-1)
+        x = jnp.concatenate([pairs[..., ::2], pairs[..., 1::2], rest], axis=-1)
     cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
     if not isinstance(factor, float) or factor != 1.0:
         cos, sin = cos * factor, sin * factor

@@ -68,7 +68,7 @@ def layer_over(
     with jax.named_scope("attention"):
         attended = attend(queries, keys, values)
     x = x + layer.attention_output(attended.output)
-    x = x + layer.mlp(x)
+    x = x + layer.mlp(x, a)
     rows = jnp.concatenate([keys, values], axis=-1).swapaxes(1, 2)
     return Done(x, rows, queries, keys, attended)
 

@@ -63,6 +63,7 @@ FACTORS = {
 NOPE = {"no_rope_layers": [0, 1]}
 DYNAMIC = rope(rope_type="dynamic", factor=4.0) | {"max_position_embeddings": 16}
 USED = {"use_sliding_window": True}
+PARTIAL = rope(partial_rotary_factor=0.5)
 
 BY_KIND = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -70,10 +71,15 @@ BY_KIND = {
 }
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "apertus": ("apertus", GQA | {"head_dim": 12}),
     "arcee": ("arcee", GQA),
+    "cohere": ("cohere", GQA | {"logit_scale": 0.4}),
+    "cohere2": ("cohere2", GQA | kinds("sfs")),
+    "cwm": ("cwm", GQA | kinds("fs") | {"head_dim": 12}),
     "ernie4_5": ("ernie4_5", GQA | {"head_dim": 12}),
     "exaone4": ("exaone4", GQA | kinds("ff") | {"sliding_window": None}),
     "exaone4 windows": ("exaone4", GQA | kinds("sfs")),
+    "gemma": ("gemma", GQA | {"head_dim": 12}),
     "gemma2": ("gemma2", GQA | GEMMA | CAPS | kinds("sfs")),
     "gemma2 plain": ("gemma2", GEMMA | dict.fromkeys(CAPS) | {"sliding_window": 64}),
     "gemma3": ("gemma3_text", GQA | GEMMA3 | kinds("sf")),
@@ -85,10 +91,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | rope(rope_type="dynamic", factor=4.0, partial_rotary_factor=0.5),
     ),
     "granite": ("granite", GQA | FACTORS),
+    "helium": ("helium", GQA | {"head_dim": 12}),
+    "hyperclovax": ("hyperclovax", GQA | FACTORS),
+    "hyperclovax plain": ("hyperclovax", {"use_post_norm": False}),
     "hunyuan": (
         "hunyuan_v1_dense",
         GQA | rope(rope_type="dynamic", alpha=50.0, factor=1.0) | {"head_dim": 12},
     ),
+    "internlm3": ("internlm3", {"num_key_value_heads": 2, "head_dim": 12}),
+    "iquestcoder": ("iquestcoder", GQA | {"head_dim": 12}),
+    "jais2": ("jais2", GQA),
     "mistral": ("mistral", {"sliding_window": None} | GQA),
     "mistral 0.1": ("mistral", {"sliding_window": 7} | GQA),
     "ministral": ("ministral", kinds("fsf") | GQA | {"head_dim": 12}),
@@ -98,6 +110,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 tied": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True}),
     "qwen3 windows": ("qwen3", USED | kinds("sff") | GQA | {"head_dim": 20}),
     "ministral3": ("ministral3", GQA | rope(**YARN, llama_4_scaling_beta=0.3) | {"head_dim": 12}),
+    "nemotron": ("nemotron", GQA | {"head_dim": 12}),
     "olmo2": ("olmo2", GQA),
     "olmo3": ("olmo3", GQA | kinds("sfs") | {"rope_parameters": BY_KIND}),
     "opt": ("opt", {}),
@@ -116,6 +129,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("seed_oss", GQA | {"head_dim": 12}),
     "smollm3": ("smollm3", GQA | NOPE),
     "smollm3 yarn": ("smollm3", GQA | NOPE | rope(**YARN)),
+    "stablelm": ("stablelm", GQA | PARTIAL | {"use_qkv_bias": True}),
+    "stablelm parallel": ("stablelm", PARTIAL | {"use_parallel_residual": True}),
+    "starcoder2": ("starcoder2", GQA | {"sliding_window": 7}),
+    "vaultgemma": ("vaultgemma", GQA | GEMMA | CAPS | kinds("sfs")),
     "yarn, two scales": ("llama", rope(**YARN, mscale=0.7, mscale_all_dim=1.2)),
 }
 # Decoding them differs in nothing from decoding the models above. One layer each.
@@ -154,18 +171,23 @@ def test_logits_of_a_whole_pass(name, tokens, tmp_path):
     np.testing.assert_allclose(logits_of(model, tokens), expected, atol=TOLERANCE, rtol=0)
 
 
+MROPE = rope(rope_type="default", mrope_section=[2, 2, 2])
 VISION = {
     **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 28},
     **{"num_attention_heads": 2, "patch_size": 14},
+    **{"depth": 1, "num_heads": 2, "out_hidden_size": 48, "deepstack_visual_indexes": [0]},
 }
 
 
 @pytest.mark.parametrize(
     "whole, family, tied, changes",
     [
+        ("Exaone4_5_", "exaone4", False, MODELS["exaone4"][1]),
         ("Gemma3", "gemma3_text", True, GEMMA | {"rope_parameters": BASES}),
         ("Mistral3", "mistral", False, {"head_dim": 12, "sliding_window": None}),
         ("Mistral3", "ministral3", True, {"head_dim": 12} | MODELS["ministral3"][1]),
+        ("Qwen2_5_VL", "qwen2", False, MROPE),
+        ("Qwen3VL", "qwen3", True, MROPE | {"head_dim": 12}),
     ],
 )
 def test_the_language_model_of_a_model_of_text_and_images(

@@ -84,7 +84,7 @@ REFUSED = {
         "one rope for all layers of a gemma3",
     ),
     "no scalar": (GEMMA | {"query_pre_attn_scalar": None}, "query_pre_attn_scalar"),
-    "family": (LLAMA | {"model_type": "gpt2"}, "'gpt2' is not supported (supported: arcee"),
+    "family": (LLAMA | {"model_type": "gpt2"}, "'gpt2' is not supported (supported: apertus"),
     "no family": ({}, "model_type"),
     "activation": (LLAMA | {"hidden_act": "mish"}, "'mish'"),
     "size missing": (LLAMA | {"hidden_size": None}, "hidden_size"),

@@ -1,0 +1,49 @@
+"""Apertus: Qwen 3 with an MLP without gate and a fitted activation, xIELU (arXiv 2411.13010)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from infinigen_jax.models import llama
+from infinigen_jax.models.base import HEAD_NORMS, PRE_NORMS, ModelConfig
+from infinigen_jax.models.hf import refuse_unless
+
+LINEAR, SMALL = 0.5, -1e-6  # beta and epsilon of the activation, the same in all models
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translate a `config.json` of model_type "apertus"; refuse unsupported settings."""
+    hf = {"hidden_act": "xielu", "rms_norm_eps": 1e-5, "rope_theta": 1.2e7, **hf}
+    activation = hf["hidden_act"]
+    refuse_unless(activation == "xielu", f"hidden_act {activation!r} in an apertus model")
+    hf |= {"hidden_act": "silu"}
+    settings = {"activation": activation, "gated": False, "norms": PRE_NORMS + HEAD_NORMS}
+    return llama.relative_from_hf(hf, "apertus", **settings)
+
+
+class Activation(nnx.Module):
+    """xIELU, whose curvatures on both sides of 0 are parameters."""
+
+    def __init__(self, dtype: Any):
+        self.positive, self.negative = (nnx.Param(jnp.zeros(1, dtype)) for _ in range(2))
+
+    def __call__(self, x: Float[Array, "*b f"]) -> Float[Array, "*b f"]:
+        above = jax.nn.softplus(self.positive[...][0])
+        below = LINEAR + jax.nn.softplus(self.negative[...][0])
+        curved = (jnp.expm1(jnp.minimum(x, SMALL)) - x) * below
+        return jnp.where(x > 0, above * x * x, curved) + LINEAR * x
+
+
+class Layer(llama.Layer):
+    """See `llama.Layer`."""
+
+    def __init__(self, config: ModelConfig, dtype: Any):
+        super().__init__(config, dtype)
+        self.activation = Activation(dtype)
+
+    def feed_forward(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
+        return self.down(self.activation(self.up(x)))

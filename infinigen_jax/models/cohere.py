@@ -1,0 +1,34 @@
+"""Cohere (Command R, Aya): attention and MLP side by side after one LayerNorm without bias."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from infinigen_jax.models.base import ModelConfig
+from infinigen_jax.models.hf import refuse_unless
+from infinigen_jax.models.llama import relative_from_hf
+from infinigen_jax.models.rope_hf import positive_number, rope_from_hf
+
+DEFAULTS = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True}
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translate a `config.json` of model_type "cohere"; refuse unsupported settings."""
+    refuse_unless(not hf.get("use_qk_norm"), "use_qk_norm=true in a cohere model (Command R+)")
+    hf = {"rope_theta": 5e5, **hf}
+    return cohere_from_hf(hf, "cohere", rope=rope_from_hf(hf, interleaved=True))
+
+
+def cohere_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> ModelConfig:
+    """Return the configuration of a version of Cohere's models."""
+    hf = DEFAULTS | {**hf}
+    return relative_from_hf(
+        hf,
+        family,
+        norms=("attention_norm",),
+        norm_eps=float(hf["layer_norm_eps"]),
+        layer_norms=True,
+        norm_biases=False,
+        parallel_mlp=True,
+        logit_divisor=1 / positive_number(hf["logit_scale"], "logit_scale"),
+        **settings,
+    )

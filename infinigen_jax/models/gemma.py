@@ -1,0 +1,20 @@
+"""Gemma 1: LLaMA with scaled embeddings and a GELU, the base of `gemma2`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from infinigen_jax.models.base import ModelConfig
+from infinigen_jax.models.hf import positive
+from infinigen_jax.models.llama import relative_from_hf
+
+DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True}
+
+
+def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+    """Translate a `config.json` of model_type "gemma"; refuse unsupported settings.
+
+    The activation is always the approximate GELU, although the first files name the exact one.
+    """
+    hf = DEFAULTS | {**hf, "hidden_act": "gelu_pytorch_tanh"}
+    scale = positive(hf, "hidden_size") ** 0.5
+    return relative_from_hf(hf, "gemma", float32_norms=True, embedding_scale=scale)
