@@ -14,8 +14,12 @@ from tiny import TinyModel
 
 from infinigen_jax.loading.load import embedded
 
-PERMUTED = ("granite", "llama", "smollm3")
-ARCHITECTURES = {"gemma3_text": "gemma3", "olmo3": "olmo2"}
+PERMUTED = ("arcee", "granite", "llama", "smollm3")
+ARCHITECTURES = {
+    **{"cohere": "command-r", "gemma3_text": "gemma3", "hunyuan_v1_dense": "hunyuan-dense"},
+    **{"olmo3": "olmo2"},
+}
+PLUS_ONE = ("gemma", "nemotron")  # stored norms are 1 more
 
 
 def write_gguf(
@@ -40,9 +44,13 @@ def write_gguf(
     tokenizer = byte_level() if config.vocab_size == 1024 else {}
     for key, value in (tokenizer | settings).items():
         add_setting(writer, key, value)
+    if name == "apertus":
+        write_activations(writer, made.model)
     architecture = next(arch for arch, text in gguf.MODEL_ARCH_NAMES.items() if text == name)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     for full, parameter in made.model.named_parameters():
+        if "act_fn" in full:
+            continue
         stored = Kind.F32 if parameter.ndim == 1 else kind
         values = parameter.detach().numpy()
         rounding = kind if kind in (Kind.F16, Kind.BF16) else stored
@@ -52,7 +60,7 @@ def write_gguf(
         if name in PERMUTED and full.split(".")[-2] in ("q_proj", "k_proj"):
             queries = full.split(".")[-2] == "q_proj"
             rounded = permuted(rounded, heads_of(config, queries))
-        if name.startswith("gemma") and "norm" in full:
+        if name.startswith(PLUS_ONE) and full.endswith("norm.weight"):
             rounded = rounded + 1
         target = names.get_name(full, (".weight", ".bias"))
         assert target is not None, full
@@ -76,7 +84,13 @@ def write_config(writer: GGUFWriter, config: Any) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if epsilon := getattr(config, "rms_norm_eps", None):
+        writer.add_layer_norm_rms_eps(epsilon)
+    for setting in ("layer_norm_eps", "norm_eps", "norm_epsilon"):
+        if epsilon := getattr(config, setting, None):
+            writer.add_layer_norm_eps(epsilon)
+    if scale := getattr(config, "logit_scale", None):
+        writer.add_logit_scale(scale)
     writer.add_key_length(head)
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)
@@ -89,6 +103,9 @@ def write_config(writer: GGUFWriter, config: Any) -> None:
         writer.add_rope_scaling_orig_ctx_len(original)
     if window := getattr(config, "sliding_window", None):
         writer.add_sliding_window(window)
+        if config.model_type == "exaone4":
+            kinds = [kind == "sliding_attention" for kind in config.layer_types]
+            writer.add_sliding_window_pattern(kinds)
     if config.model_type == "granite":
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
@@ -98,6 +115,13 @@ def write_config(writer: GGUFWriter, config: Any) -> None:
         writer.add_attn_logit_softcapping(cap)
     if cap := getattr(config, "final_logit_softcapping", None):
         writer.add_final_logit_softcapping(cap)
+
+
+def write_activations(writer: GGUFWriter, model: Any) -> None:
+    """Write the numbers of Apertus's activations as settings."""
+    for name in ("alpha_n", "alpha_p", "beta", "eps"):
+        values = [getattr(layer.mlp.act_fn, name) for layer in model.model.layers]
+        add_setting(writer, f"xielu.{name}", [float(value.detach()) for value in values])
 
 
 def heads_of(config: Any, queries: bool) -> int:

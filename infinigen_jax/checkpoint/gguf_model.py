@@ -26,6 +26,8 @@ SETTINGS = {
     "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    # Three families have a name of their own for it.
+    **dict.fromkeys(("layer_norm_eps", "norm_eps", "norm_epsilon"), "attention.layer_norm_epsilon"),
     "rope_theta": "rope.freq_base",
     "sliding_window": "attention.sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
@@ -34,7 +36,7 @@ SETTINGS = {
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
     "attention_multiplier": "attention.scale",
-    "logits_scaling": "logit_scale",
+    **dict.fromkeys(("logits_scaling", "logit_scale"), "logit_scale"),
     "num_local_experts": "expert_count",
     "rope_local_base_freq": "rope.freq_base_swa",
 }
@@ -93,18 +95,56 @@ class Architecture(NamedTuple):
     activation: str = "silu"
 
 
-GEMMA: dict[str, Any] = {"names": POST_NORM_NAMES, "shift": 1, "activation": "gelu_pytorch_tanh"}
+GELU = "gelu_pytorch_tanh"
+GEMMA: dict[str, Any] = {"names": POST_NORM_NAMES, "shift": 1, "activation": GELU}
+JOINED = {"ffn_up": "mlp.gate_up_proj"}
 ARCHITECTURES = {
     "llama": Architecture("llama", permuted=True),
-    "qwen2": Architecture("qwen2"),
-    "qwen3": Architecture("qwen3"),
+    "apertus": Architecture(
+        "apertus",
+        names={"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
+        activation="xielu",
+    ),
+    "arcee": Architecture("arcee", permuted=True, activation="relu2"),
+    "cohere2": Architecture("cohere2"),
+    "command-r": Architecture("cohere"),
+    "ernie4_5": Architecture("ernie4_5"),
+    "exaone4": Architecture("exaone4", names=POST_NORM_NAMES),
+    "gemma": Architecture("gemma", shift=1, activation=GELU),
     "gemma2": Architecture("gemma2", **GEMMA),
     "gemma3": Architecture("gemma3_text", **GEMMA),
-    "phi3": Architecture("phi3", names={"ffn_up": "mlp.gate_up_proj"}),
-    "smollm3": Architecture("smollm3", permuted=True),
+    "glm4": Architecture(
+        "glm4",
+        names=JOINED
+        | {
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+    ),
     "granite": Architecture("granite", permuted=True),
+    "hunyuan-dense": Architecture(
+        "hunyuan_v1_dense",
+        names={
+            "attn_q_norm": "self_attn.query_layernorm",
+            "attn_k_norm": "self_attn.key_layernorm",
+        },
+    ),
+    "mistral3": Architecture("llama", permuted=True),  # Mistral Small; others have a special YaRN
+    "nemotron": Architecture("nemotron", shift=1, activation="relu2"),
     "olmo2": Architecture("olmo2", names=POST_NORM_NAMES),
+    "phi3": Architecture("phi3", names=JOINED),
+    "qwen2": Architecture("qwen2"),
+    "qwen2vl": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+    "qwen3vl": Architecture("qwen3"),
+    "seed_oss": Architecture("seed_oss", names={"post_attention_norm": "post_attention_layernorm"}),
+    "smollm3": Architecture("smollm3", permuted=True),
+    "starcoder2": Architecture(
+        "starcoder2", names={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}, activation=GELU
+    ),
 }
+# Parameters of the activation xIELU, which files keep as settings.
+FITTED = {"xielu.alpha_p": "mlp.act_fn.alpha_p", "xielu.alpha_n": "mlp.act_fn.alpha_n"}
 
 
 def read_config(file: GgufFile) -> tuple[dict[str, Any], ModelConfig]:
@@ -138,6 +178,12 @@ def open_tensors(file: GgufFile) -> dict[str, TensorSource]:
         full = _full_name(name, found[1])
         release = functools.partial(file.release, name)
         sources[full] = TensorSource(full, file.path, tensor.shape, tensor.dtype, read, release)
+    for key, name in FITTED.items():
+        values = np.atleast_1d(np.asarray(file.metadata.get(key, ()), np.float32))
+        for layer, value in enumerate(values):
+            full, one = f"model.layers.{layer}.{name}", np.array([value])
+            read = functools.partial(np.copy, one)
+            sources[full] = TensorSource(full, file.path, one.shape, one.dtype, read, lambda: None)
     return sources
 
 
@@ -173,21 +219,29 @@ def _settings(file: GgufFile) -> dict[str, Any]:
         if embedding and not 0 <= hf.get(token, 0) < embedding.shape[0]:
             del hf[token]
     hf["tie_word_embeddings"] = "output.weight" not in file.tensors
-    hf["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    bias = "blk.0.attn_q.bias" in file.tensors
+    hf |= dict.fromkeys(("attention_bias", "use_bias"), bias)
     hf["mlp_bias"] = "blk.0.ffn_down.bias" in file.tensors
-    return hf | _special_settings(name, hf)
+    return hf | _special_settings(name, hf, data)
 
 
-def _special_settings(name: str, hf: Mapping[str, Any]) -> dict[str, Any]:
+def _special_settings(name: str, hf: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings that llama.cpp derives from the architecture instead of storing them."""
     layers = hf.get("num_hidden_layers")
     if not isinstance(layers, int) or not 0 < layers < 10_000:
         return {}  # refused later
+    kinds = ("full_attention", "sliding_attention")
+    if name == "exaone4":
+        windows = data.get("exaone4.attention.sliding_window_pattern")
+        types = None if windows is None else [kinds[bool(window)] for window in windows]
+        return {"sliding_window": hf.get("sliding_window"), "layer_types": types}
+    if name == "starcoder2" and layers in (30, 32, 40):  # other sizes are IBM's, without a window
+        return {"sliding_window": hf.get("sliding_window", 4096)}
     if name == "smollm3":
         return {"no_rope_layers": [int((i + 1) % 4 != 0) for i in range(layers)]}
     if name == "olmo2" and hf.get("sliding_window"):
         return {"model_type": "olmo3"}
-    if not name.startswith("gemma"):
+    if name not in ("gemma2", "gemma3"):
         return {}
     # Queries of the 27B models are scaled by the hidden size per head.
     largest = layers == {"gemma2": 46, "gemma3": 62}[name]
@@ -195,7 +249,6 @@ def _special_settings(name: str, hf: Mapping[str, Any]) -> dict[str, Any]:
     period = {"gemma2": 2, "gemma3": 6}[name]
     if name == "gemma3" and not hf.get("sliding_window"):
         period = 1  # no windows
-    kinds = ("full_attention", "sliding_attention")
     types = [kinds[(i + 1) % period != 0] for i in range(layers)]
     return {"query_pre_attn_scalar": per_head, "layer_types": types}
 

@@ -34,15 +34,34 @@ GPT4O = (
     rf"|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Expression that splits words, by `tokenizer.ggml.pre`; None for GPT-2's, which the library has.
-WORDS: dict[str, str | None] = {
-    **dict.fromkeys(("default", "gpt-2", "refact", "smollm")),
+SEED = QWEN2.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}\r\n]+")
+DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",  # Chinese and Japanese
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+UNNAMED = (  # of the first files, which name no rule
+    r"[\p{P}$+<=>^~|]+",
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+    r"\p{N}+",
+    "[0-9][0-9][0-9]",
+)
+# Rules in which each digit is a word.
+SINGLE_DIGITS = ("codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder")
+# Expressions that split words, by `tokenizer.ggml.pre`; none for GPT-2's, which the library has.
+WORDS: dict[str, str | tuple[str, ...] | None] = {
+    "default": UNNAMED,
+    **dict.fromkeys(("gpt-2", "exaone4", "olmo", *SINGLE_DIGITS)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3"), LLAMA3),
     "gpt-4o": GPT4O,  # Phi-4-mini
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2),
     "tekken": TEKKEN,
+    **dict.fromkeys(("chatglm-bpe", "glm4"), LLAMA3),
+    "seed-coder": SEED,
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), DEEPSEEK3),
 }
-SINGLE_DIGITS = ("refact", "smollm")  # rules in which each digit is a word
+MERGED = ("chatglm-bpe", "glm4")  # rules whose vocabularies have no words beside the merges
 BEGINS = ("llama-bpe", "llama3", "llama-v3", "tekken")  # rules whose texts begin with BOS
 KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's special tokens
 SPECIAL = {
@@ -63,7 +82,7 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
     build = {"gpt2": _byte_level, "llama": _sentencepiece}.get(str(settings.get("model")))
     if build is None:
         raise _unsupported(file, "model", ("gpt2", "llama"))
-    if build is _byte_level and settings.get("pre") not in tuple(WORDS):
+    if build is _byte_level and settings.get("pre", "default") not in tuple(WORDS):
         raise _unsupported(file, "pre", WORDS)
     template = file.metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
@@ -109,11 +128,12 @@ def _byte_level(settings: dict[str, Any], architecture: str) -> "tokenizers.Toke
     merges = [tuple(merge.split(" ")) for merge in settings["merges"]]
     rule = settings.get("pre", "default")
     words = WORDS[rule]
-    # These vocabularies have whole words that no merge produces.
-    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=words in (LLAMA3, TEKKEN)))
+    # Such vocabularies have whole words that no merge produces.
+    whole = words in (LLAMA3, TEKKEN) and rule not in MERGED
+    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=whole))
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] * (rule in SINGLE_DIGITS)
-    if words is not None:
-        steps.append(pre_tokenizers.Split(Regex(words), behavior="isolated"))
+    for expression in (words,) if isinstance(words, str) else words or ():
+        steps.append(pre_tokenizers.Split(Regex(expression), behavior="isolated"))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words is None))
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     if words is QWEN2:

@@ -1,0 +1,84 @@
+"""Tiny GGUF files as llama.cpp itself reads them, if its wheel `xllamacpp` is installed."""
+
+import json
+import urllib.request
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf_files import write_gguf
+from test_gguf import EPSILON, SIZES, tiny_gguf
+from tiny import make_tiny
+
+from benchmarks.llama_cpp import start_server
+from infinigen_jax.checkpoint.gguf_file import GgufFile
+from infinigen_jax.text.gguf_tokenizer import WORDS, gguf_tokenizer
+
+pytest.importorskip("xllamacpp", reason="pip install xllamacpp")
+pytestmark = pytest.mark.slow
+
+HEADS = {"head_dim": 16}  # llama.cpp needs even numbers of pairs
+MODELS: list[tuple[str, dict[str, Any]]] = [
+    ("apertus", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    ("arcee", {}),
+    ("cohere", EPSILON),
+    ("cohere2", EPSILON | {"num_hidden_layers": 4, "sliding_window": 7}),
+    ("ernie4_5", HEADS),
+    # llama.cpp takes the windows of EXAONE 4 from the number of layers.
+    ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    ("gemma", HEADS),
+    ("gemma2", HEADS | {"query_pre_attn_scalar": 16, "sliding_window": 7}),
+    ("gemma3_text", HEADS | {"query_pre_attn_scalar": 16, "sliding_window": 7}),
+    ("glm4", HEADS),
+    ("granite", {}),
+    ("hunyuan_v1_dense", HEADS),
+    ("llama", {"attention_bias": True}),
+    ("nemotron", EPSILON | HEADS),
+    ("olmo2", {}),
+    ("olmo3", {"num_hidden_layers": 4, "sliding_window": 7}),
+    ("phi3", {}),
+    ("qwen2", {}),
+    ("qwen3", HEADS),
+    ("seed_oss", HEADS),
+    ("smollm3", {"num_hidden_layers": 4}),
+    ("starcoder2", EPSILON),
+]
+TEXTS = (
+    "The quick  brown fox's 12345 ran,\n\n and   I'LL see—you!! \t\r\n ok... (a)b #tag x_y 3.14",
+    "  two  spaces\n\nand 12345 digits, don't",
+    "日本語のテキストと漢字 and ひらがな 123",
+    "the theatre there's nothing\n\n\n  indented code(){return 1;}\n",
+)
+
+
+@pytest.mark.parametrize(("family", "settings"), MODELS, ids=[name for name, _ in MODELS])
+def test_the_files_are_those_that_llama_cpp_reads(family, settings, tmp_path):
+    """Its log-probabilities, computed in part with two bytes, are transformers'."""
+    import torch
+
+    made, path = tiny_gguf(tmp_path, family, **settings)
+    server = start_server(path, "llama.cpp-f32", 1, 64, tmp_path)
+    prompt = [int(i) for i in np.random.default_rng(8).integers(3, 1000, 21)]
+    request = {"prompt": prompt, "n_predict": 1, "temperature": 0, "n_probs": 5}
+    answer = server.handle_completions(request)
+    answer = json.loads(answer) if isinstance(answer, str) else answer
+    likeliest = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+    with torch.no_grad():
+        expected = torch.log_softmax(made.model(torch.tensor([prompt])).logits[0, -1], -1)
+    assert len(likeliest) == 5
+    for token in likeliest:
+        assert token["logprob"] == pytest.approx(float(expected[token["id"]]), abs=0.02)
+
+
+@pytest.mark.parametrize("pre", WORDS)
+def test_words_are_those_of_llama_cpp(pre, tmp_path):
+    made = make_tiny(tmp_path / "hf", "llama", **SIZES)
+    changes: Any = {"tokenizer.ggml.pre": pre}
+    path = write_gguf(tmp_path / "a.gguf", made, **changes)
+    server = start_server(path, "llama.cpp-f32", 1, 64, tmp_path)
+    tokenizer = gguf_tokenizer(GgufFile(path))
+    for text in TEXTS:
+        body = json.dumps({"content": text, "add_special": False}).encode()
+        request = urllib.request.Request(f"{server.listening_address}/tokenize", body)
+        with urllib.request.urlopen(request) as answer:
+            assert tokenizer.encode(text, False) == json.loads(answer.read())["tokens"]
