@@ -61,7 +61,7 @@ WORDS: dict[str, str | tuple[str, ...] | None] = {
     "seed-coder": SEED,
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), DEEPSEEK3),
 }
-MERGED = ("chatglm-bpe", "glm4")  # rules whose vocabularies have no words beside the merges
+MERGED = ("chatglm-bpe", "glm4")  # rules whose vocabularies have no words other than merges
 BEGINS = ("llama-bpe", "llama3", "llama-v3", "tekken")  # rules whose texts begin with BOS
 KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's special tokens
 SPECIAL = {

@@ -146,7 +146,7 @@ def test_byte_level_tokenizers(pre, tmp_path):
     ],
 )
 def test_words_of_byte_level_tokenizers(pre, words, tmp_path):
-    """As llama.cpp splits them, see `test_gguf_by_llama_cpp`."""
+    """llama.cpp splits them likewise, see `test_gguf_by_llama_cpp`."""
     splitter = tokenizer_of(tmp_path, byte_level(pre)).backend.pre_tokenizer
     assert splitter is not None
     found = [word for word, _ in splitter.pre_tokenize_str("ab12345 c!!\n\n x")]
