@@ -19,10 +19,11 @@ from infinigen_jax.cli.options import given, make_engine
 from infinigen_jax.convert.defaults import DEFAULT_SKEW, DEFAULT_SOURCE
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Weights
-from infinigen_jax.engine.memory_plan import MemoryPlan, plan_memory
+from infinigen_jax.engine.draft_length import size_of
+from infinigen_jax.engine.memory_plan import MemoryPlan, plan_cache
 from infinigen_jax.engine.prompts import round_up_capacity
 from infinigen_jax.engine.runtime import HOT_SET, draft_form, most_drafted
-from infinigen_jax.engine.workspace import decode_bytes, prefill_bytes
+from infinigen_jax.engine.workspace import prefill_bytes, step_bytes
 from infinigen_jax.loading.load import Model
 from infinigen_jax.machine.memory_limits import tree_bytes
 from infinigen_jax.models import Blueprint, ModelConfig, blueprint
@@ -212,10 +213,21 @@ class Planner:
         pairs = zip(self._decoder.on_host, self._weights.policy, strict=True)
         policy_weights = tuple(part for layer, part in pairs if layer in decoder.on_host)
         weights = Weights(self._weights.params, policy_weights)
-        capacity = round_up_capacity(max(context, decoder.policy.window))
-        chunk = min(chunk_for(decoder, batch, context, settings.prefill_chunk), capacity)
-        slots = decoder.host_slots(context, capacity)
-        plan = plan_memory(decoder, batch, chunk, capacity, slots)
+        chunk = chunk_for(decoder, batch, context, settings.prefill_chunk)
+
+        def memory(drafted: int) -> tuple[int, int, dict[str, Any]]:
+            """Return capacity, slots and sizes with room for a number of drafted tokens."""
+            capacity = round_up_capacity(max(context + drafted, decoder.policy.window))
+            slots = decoder.host_slots(context, capacity)
+            cache, length = plan_cache(decoder, batch, capacity, slots), min(chunk, capacity)
+            reading = prefill_bytes(decoder, batch, length, capacity)
+            step = step_bytes(decoder, batch, slots, drafted, cache.resident)
+            sizes = {"chunk": length, "prefill": reading, "decode": step}
+            return capacity, slots, sizes | {"plan": cache.at_work(max(reading, step))}
+
+        most = most_drafted(decoder, settings.draft_tokens)
+        capacity, slots, sizes = memory(size_of(most) if settings.lossless else 0)
+        plan = sizes["plan"]
         traffic = planned_traffic(decoder, weights, plan, batch, context, capacity, slots)
         kept = {name: part for name, part in self._shapes.items() if name != "params"}
         if kept["ahead"] is not None:  # projections stay in their file
@@ -227,20 +239,16 @@ class Planner:
             drafts=self._draft_bytes(settings, decoder),
             bases=tree_bytes(kept),
             speculation=tree_bytes(weights.policy),
-            chunk=chunk,
-            prefill=prefill_bytes(decoder, batch, chunk, capacity),
-            decode=decode_bytes(decoder, batch, slots),
-            plan=plan,
+            **sizes,
             traffic=traffic,
             seconds=self._seconds(traffic, not decoder.selecting),
             lossless=None,
             machine=self.machine,
         )
         copied = self._draft_bytes(dataclasses.replace(settings, lossless=True), decoder)
-        if not dataclasses.replace(found, drafts=copied).fits:
+        if not dataclasses.replace(found, drafts=copied, **memory(size_of(most))[2]).fits:
             return found
         host_rows = plan.host_cache * context // capacity
-        most = most_drafted(decoder, settings.draft_tokens)
         rounds = self._lossless(decoder, weights, traffic, host_rows, copied, most)
         return dataclasses.replace(found, lossless=rounds)
 
