@@ -128,8 +128,9 @@ class Dialogue:
         said = self._conversation.tokens
         text = self._text(messages, fresh=not said)
         if said and said[-1] in self._conversation.runtime.model.eos_ids:
-            # The answer ended with the token that the template puts after it.
-            text = text.removeprefix(self._tokenizer.decode(said[-1:]))
+            # The answer ended with the token that the template puts after it, maybe after a space.
+            end, apart = self._tokenizer.decode(said[-1:]), text.lstrip()
+            text = apart.removeprefix(end) if apart.startswith(end) else text
         return self._encode(text, fresh=not said)
 
     def _fitted(self, messages: list[Message], room: int) -> tuple[list[Message], list[int]]:

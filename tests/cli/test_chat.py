@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -62,9 +63,10 @@ def answered(dialogue: Dialogue, text: str, most: int = 6, **options: Any) -> st
 
 
 def test_the_model_gets_the_template_of_all_messages(engine, template):
-    """Also after answers that end by themselves, and that the template alters."""
+    """Also after answers that end by themselves, and that the template alters or puts apart."""
     tokenizer = engine.model.tokenizer
-    for ends in (False, True):
+    for ends, apart in ((False, ""), (True, ""), (True, " ")):
+        Path(template).write_text(TEMPLATE.replace("</s>", f"{apart}</s>"))
         conversation = engine.conversation(context=128)
         dialogue = Dialogue(conversation, template, "Be brief.")
         for text in ("The king said", "And then?", "Who?"):
