@@ -8,6 +8,7 @@ import jax
 
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.engine.remedies import Remedies
+from infinigen_jax.engine.workspace import prefill_bytes, step_bytes
 from infinigen_jax.errors import MemoryShortageError
 from infinigen_jax.machine.memory_limits import (
     Device,
@@ -66,11 +67,28 @@ class MemoryPlan:
         return dataclasses.replace(self, workspace=workspace)
 
 
-def plan_cache(decoder: Decoder, batch: int, capacity: int, slots: int | None = None) -> MemoryPlan:
-    """Estimate the memory of the caches of `batch` sequences, without a workspace.
+def plan_memory(
+    decoder: Decoder,
+    batch: int,
+    chunk: int,
+    capacity: int,
+    slots: int | None = None,
+    drafted: int = 0,
+) -> MemoryPlan:
+    """Estimate the memory of `batch` sequences.
 
-    `slots` is the host's capacity if it is limited.
+    Args:
+        slots: the host's capacity if it is limited.
+        drafted: tokens drafted before a verification.
     """
+    cache = plan_cache(decoder, batch, capacity, slots)
+    reading = prefill_bytes(decoder, batch, chunk, capacity)
+    step = step_bytes(decoder, batch, slots or capacity, drafted, cache.resident)
+    return cache.at_work(max(reading, step))
+
+
+def plan_cache(decoder: Decoder, batch: int, capacity: int, slots: int | None = None) -> MemoryPlan:
+    """Estimate the memory of the caches of `batch` sequences, without a workspace."""
     slots = capacity if slots is None else slots
     config, policy, item = decoder.config, decoder.policy, decoder.dtype.itemsize
     row = batch * config.num_kv_heads * 2 * config.head_dim * item

@@ -20,7 +20,7 @@ from infinigen_jax.convert.defaults import DEFAULT_SKEW, DEFAULT_SOURCE
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Weights
 from infinigen_jax.engine.draft_length import size_of
-from infinigen_jax.engine.memory_plan import MemoryPlan, plan_cache
+from infinigen_jax.engine.memory_plan import MemoryPlan, plan_memory
 from infinigen_jax.engine.prompts import round_up_capacity
 from infinigen_jax.engine.runtime import HOT_SET, draft_form, most_drafted
 from infinigen_jax.engine.workspace import prefill_bytes, step_bytes
@@ -219,11 +219,14 @@ class Planner:
             """Return capacity, slots and sizes with room for a number of drafted tokens."""
             capacity = round_up_capacity(max(context + drafted, decoder.policy.window))
             slots = decoder.host_slots(context, capacity)
-            cache, length = plan_cache(decoder, batch, capacity, slots), min(chunk, capacity)
-            reading = prefill_bytes(decoder, batch, length, capacity)
-            step = step_bytes(decoder, batch, slots, drafted, cache.resident)
-            sizes = {"chunk": length, "prefill": reading, "decode": step}
-            return capacity, slots, sizes | {"plan": cache.at_work(max(reading, step))}
+            length = min(chunk, capacity)
+            plan = plan_memory(decoder, batch, length, capacity, slots, drafted)
+            sizes = {
+                "chunk": length,
+                "prefill": prefill_bytes(decoder, batch, length, capacity),
+                "decode": step_bytes(decoder, batch, slots, drafted, plan.resident),
+            }
+            return capacity, slots, sizes | {"plan": plan}
 
         most = most_drafted(decoder, settings.draft_tokens)
         capacity, slots, sizes = memory(size_of(most) if settings.lossless else 0)
