@@ -5,13 +5,13 @@ architectures for another layout of the rotation, and adds 1 to the norms of Gem
 """
 
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from infinigen_jax.checkpoint.gguf_file import GgufFile
+from infinigen_jax.checkpoint.gguf_rope import ROPE_TENSORS, rope_settings
 from infinigen_jax.checkpoint.hf_folder import TensorSource
 from infinigen_jax.errors import InputError, UnsupportedModelError
 from infinigen_jax.models import ModelConfig, config_from_hf
@@ -45,7 +45,10 @@ TOKENS = {
     "pad_token_id": "padding_token_id",
 }
 # llama.cpp also ends a turn at these tokens, regardless of the settings.
-END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>")
+END_OF_TURN = (
+    *("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>"),
+    *("<|end_of_text|>", "<|eom_id|>", "</s>"),
+)
 CONTROL = 3  # kind of a token in tokenizer.ggml.token_type
 
 EMBEDDING_NAMES = {
@@ -72,9 +75,6 @@ POST_NORM_NAMES = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-ENDS = ("fast", "slow")  # of the frequencies that YaRN stretches in part
-# Factors of rotary frequencies, which `_rope` puts into the configuration.
-ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 class Architecture(NamedTuple):
@@ -169,12 +169,15 @@ def open_tensors(file: GgufFile) -> dict[str, TensorSource]:
         f"{module}.{kind}": count for module, count in counts.items() for kind in ("weight", "bias")
     }
     sources = {}
+    layers = _layers(file, found[0])
+    columns = _neighbours_apart(file) if found[0] == "glm4" else None
     for name, tensor in file.tensors.items():
-        if name in ROPE_TENSORS:
+        if name in ROPE_TENSORS or _is_drafter(name, layers):
             continue
-        turned = heads.get(name.split(".", 2)[-1]) if found[1].permuted else None
+        reordered = heads.get(name.split(".", 2)[-1])
+        turned = reordered if found[1].permuted or columns else None
         shift = found[1].shift if name.endswith("norm.weight") else 0
-        read = functools.partial(_read, file, name, turned, shift)
+        read = functools.partial(_read, file, name, turned, shift, columns)
         full = _full_name(name, found[1])
         release = functools.partial(file.release, name)
         sources[full] = TensorSource(full, file.path, tensor.shape, tensor.dtype, read, release)
@@ -185,6 +188,27 @@ def open_tensors(file: GgufFile) -> dict[str, TensorSource]:
             read = functools.partial(np.copy, one)
             sources[full] = TensorSource(full, file.path, one.shape, one.dtype, read, lambda: None)
     return sources
+
+
+def _layers(file: GgufFile, name: str) -> Any:
+    """Return the number of layers, without those that only draft tokens, which come last."""
+    count = file.metadata.get(f"{name}.block_count")
+    drafting = file.metadata.get(f"{name}.nextn_predict_layers") or 0
+    return count - drafting if isinstance(count, int) and isinstance(drafting, int) else count
+
+
+def _is_drafter(name: str, layers: Any) -> bool:
+    number = name.split(".", 2)[1] if name.startswith("blk.") else ""
+    return number.isdecimal() and isinstance(layers, int) and int(number) >= layers
+
+
+def _neighbours_apart(file: GgufFile) -> int | None:
+    """Return how many columns of a head are reordered in GLM-4's files of models with images.
+
+    The pairs of their rotation are half of these columns apart; in the model they are neighbours.
+    """
+    sections = file.metadata.get("glm4.rope.dimension_sections", 0)
+    return file.metadata.get("glm4.rope.dimension_count") if np.any(sections) else None
 
 
 def architecture(file: GgufFile) -> tuple[str, Architecture]:
@@ -211,8 +235,9 @@ def _settings(file: GgufFile) -> dict[str, Any]:
     hf["hidden_activation"] = kind.activation  # Gemma's name of it
     hf |= {ours: data.get(f"{name}.{theirs}") for ours, theirs in SETTINGS.items()}
     hf |= {ours: data.get(f"tokenizer.ggml.{theirs}") for ours, theirs in TOKENS.items()}
+    hf["num_hidden_layers"] = _layers(file, name)
     hf = {setting: value for setting, value in hf.items() if value is not None}
-    hf |= _end_tokens(file) | _rope(file, name)
+    hf |= _end_tokens(file) | rope_settings(file, name)
     embedding = file.tensors.get("token_embd.weight")
     hf["vocab_size"] = embedding.shape[0] if embedding else None
     for token in ("bos_token_id", "pad_token_id"):  # in some files an invalid number means none
@@ -221,6 +246,7 @@ def _settings(file: GgufFile) -> dict[str, Any]:
     hf["tie_word_embeddings"] = "output.weight" not in file.tensors
     bias = "blk.0.attn_q.bias" in file.tensors
     hf |= dict.fromkeys(("attention_bias", "use_bias"), bias)
+    hf["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors  # of Command R+
     hf["mlp_bias"] = "blk.0.ffn_down.bias" in file.tensors
     return hf | _special_settings(name, hf, data)
 
@@ -231,10 +257,15 @@ def _special_settings(name: str, hf: Mapping[str, Any], data: Mapping[str, Any])
     if not isinstance(layers, int) or not 0 < layers < 10_000:
         return {}  # refused later
     kinds = ("full_attention", "sliding_attention")
-    if name == "exaone4":
-        windows = data.get("exaone4.attention.sliding_window_pattern")
-        types = None if windows is None else [kinds[bool(window)] for window in windows]
-        return {"sliding_window": hf.get("sliding_window"), "layer_types": types}
+    if name in ("cohere2", "exaone4"):
+        window, pattern = hf.get("sliding_window"), f"{name}.attention.sliding_window_pattern"
+        given = data.get(pattern)
+        if given is None or isinstance(given, int):
+            return {"sliding_window": window, "sliding_window_pattern": given or 4}
+        types = [kinds[bool(sliding)] for sliding in given][:layers]
+        return {"sliding_window": window, "layer_types": types}
+    if name == "mistral3" and data.get("mistral3.attention.temperature_scale"):
+        raise UnsupportedModelError("attention.temperature_scale (Ministral 3) is not supported")
     if name == "starcoder2" and layers in (30, 32, 40):  # other sizes are IBM's, without a window
         return {"sliding_window": hf.get("sliding_window", 4096)}
     if name == "smollm3":
@@ -265,77 +296,6 @@ def _end_tokens(file: GgufFile) -> dict[str, Any]:
     return {"eos_token_id": unique} if unique else {}
 
 
-def _rope(file: GgufFile, name: str) -> dict[str, Any]:
-    """Return `rope_scaling` and `partial_rotary_factor`."""
-    data = file.metadata
-    hf: dict[str, Any] = {}
-    width = data.get(f"{name}.rope.dimension_count")
-    head = data.get(f"{name}.attention.key_length")
-    if head is None and (heads := data.get(f"{name}.attention.head_count")):
-        head = data.get(f"{name}.embedding_length", 0) // heads
-    if width and head and width != head:
-        hf["partial_rotary_factor"] = width / head
-    kind, factor = (data.get(f"{name}.rope.scaling.{key}") for key in ("type", "factor"))
-    factor = factor or data.get(f"{name}.rope.scale_linear")  # the former key
-    if kind is None and factor not in (None, 0, 1):
-        kind = "linear"
-    if kind in ("linear", "yarn"):
-        turns = {f"beta_{end}": data.get(f"{name}.rope.scaling.yarn_beta_{end}") for end in ENDS}
-        hf["rope_scaling"] = {"rope_type": kind, "factor": factor} | turns
-        if kind == "yarn":
-            _check_yarn(data, f"{name}.rope.scaling", factor)
-    elif kind not in (None, "none", "longrope"):
-        raise UnsupportedModelError(f"rope.scaling.type {kind!r} is not supported")
-    if "rope_freqs.weight" in file.tensors:
-        hf["rope_scaling"] = _llama3(file, hf | {"theta": data.get(f"{name}.rope.freq_base")})
-    if ROPE_TENSORS[1] in file.tensors and ROPE_TENSORS[2] in file.tensors:
-        factors = {
-            f"{length}_factor": file.read(f"rope_factors_{length}.weight").tolist()
-            for length in ("long", "short")
-        }
-        hf["rope_scaling"] = {"type": "longrope"} | factors
-    return hf
-
-
-def _check_yarn(data: Mapping[str, Any], prefix: str, factor: Any) -> None:
-    """Refuse settings of YaRN that change the length of queries and keys from the usual one.
-
-    Files have 1 for the usual factor, or its value, as for OLMo 3.
-    """
-    usual = 0.1 * math.log(factor) + 1 if isinstance(factor, int | float) and factor > 0 else 1.0
-    known = {
-        "attn_factor": (1.0, usual),
-        "yarn_attn_factor": (1.0, usual),
-        "yarn_ext_factor": (1.0,),
-        "yarn_log_multiplier": (0.0,),
-    }
-    for key, values in known.items():
-        given = data.get(f"{prefix}.{key}", values[0])
-        if not isinstance(given, int | float) or not np.isclose(given, values, rtol=1e-3).any():
-            raise UnsupportedModelError(f"rope.scaling.{key} {given} is not supported")
-
-
-def _llama3(file: GgufFile, hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Recover the settings of the rope type "llama3" from its factors of the frequencies."""
-    factors = file.read("rope_freqs.weight").astype(np.float64)
-    scaling = {
-        "rope_type": "llama3",
-        "factor": float(factors.max()),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    pairs = np.arange(factors.size) / factors.size
-    turns = 8192 * float(hf["theta"] or 10000.0) ** -pairs / (2 * np.pi)
-    kept = np.clip((turns - 1.0) / 3.0, 0.0, 1.0)
-    expected = 1.0 / (kept + (1.0 - kept) / max(scaling["factor"], 1.0))
-    if not np.allclose(factors, expected, rtol=1e-3):
-        raise UnsupportedModelError(
-            "frequency factors (rope_freqs.weight) other than LLaMA 3's are not supported"
-        )
-    return scaling
-
-
 def _full_name(name: str, kind: Architecture) -> str:
     """Return a tensor's name in a Hugging Face folder; unknown names stay."""
     if name.startswith("blk.") and name.count(".") > 1:
@@ -348,10 +308,20 @@ def _full_name(name: str, kind: Architecture) -> str:
     return name if module is None else f"{module}.{suffix}"
 
 
-def _read(file: GgufFile, name: str, heads: int | None, shift: int) -> np.ndarray:
-    """Read a tensor, undo the reordering of its `heads` and subtract `shift`."""
+def _read(
+    file: GgufFile, name: str, heads: int | None, shift: int, columns: int | None
+) -> np.ndarray:
+    """Read a tensor, undo the reordering of its `heads` and subtract `shift`.
+
+    `columns` of each head are reordered the other way; None for all, to neighbours.
+    """
     tensor = file.read(name)
-    if heads is not None:
+    if heads is not None and columns is not None:
+        by_head = tensor.reshape(heads, -1, *tensor.shape[1:])
+        turned, rest = by_head[:, :columns], by_head[:, columns:]
+        pairs = turned.reshape(heads, 2, columns // 2, *tensor.shape[1:]).swapaxes(1, 2)
+        tensor = np.concatenate([pairs.reshape(turned.shape), rest], 1).reshape(tensor.shape)
+    elif heads is not None:
         if type(heads) is not int or heads < 1 or tensor.shape[0] % (2 * heads):
             raise InputError(f"{file.path}: {name} cannot have {heads} heads; get the file again")
         pairs = tensor.reshape(heads, -1, 2, *tensor.shape[1:])

@@ -38,6 +38,8 @@ def _prefill_on_cpu(decoder: Decoder, batch: int, chunk: int, capacity: int) -> 
     scores = min(CPU_TILE, chunk * config.num_heads // config.num_kv_heads) * block
     attention = tokens * (3 * queries + rows) + scores + batch * block * rows * 3 // 2
     mlp = tokens * 3 * config.intermediate_size
+    if config.parallel_mlp:  # it may run before attention's arrays are released
+        mlp += tokens * (config.hidden_size + queries + rows)
     weights = 0
     if item < FLOAT32:
         weights = config.hidden_size * (2 * queries + rows + 3 * config.intermediate_size)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from infinigen_jax.models.base import ModelConfig
-from infinigen_jax.models.hf import refuse_unless
+from infinigen_jax.models.hf import positive, refuse_unless
 from infinigen_jax.models.llama import relative_from_hf
 from infinigen_jax.models.rope_hf import positive_number, rope_from_hf
 
@@ -14,13 +14,18 @@ DEFAULTS = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings"
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Translate a `config.json` of model_type "cohere"; refuse unsupported settings."""
     refuse_unless(not hf.get("use_qk_norm"), "use_qk_norm=true in a cohere model (Command R+)")
-    hf = {"rope_theta": 5e5, **hf}
-    return cohere_from_hf(hf, "cohere", rope=rope_from_hf(hf, interleaved=True))
+    rope = rope_from_hf(hf, interleaved=True, theta=5e5)
+    return cohere_from_hf(hf, "cohere", rope=rope)
 
 
 def cohere_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> ModelConfig:
-    """Return the configuration of a version of Cohere's models."""
+    """Return the configuration of a version of Cohere's models.
+
+    Some files have the real context in `model_max_length`, beyond `max_position_embeddings`.
+    """
     hf = DEFAULTS | {**hf}
+    names = "max_position_embeddings", "model_max_length"
+    hf[names[0]] = max(positive(hf, name, default=1) for name in names)
     return relative_from_hf(
         hf,
         family,

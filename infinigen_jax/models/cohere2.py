@@ -15,8 +15,9 @@ from infinigen_jax.models.rope_hf import rope_from_hf
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Translate a `config.json` of model_type "cohere2"; refuse unsupported settings."""
-    hf = {"sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 1e4, **hf}
-    types = kinds(hf, positive(hf, "sliding_window_pattern"))
+    hf = {"sliding_window": 4096, "sliding_window_pattern": 4, **hf}
+    listed = hf.get("layer_types") is not None
+    types = kinds(hf, 1 if listed else positive(hf, "sliding_window_pattern"))
     rope = rope_from_hf(hf, interleaved=True)
     refuse_unless(not rope.varies, f"rope type {rope.kind!r} in a cohere2 model")
     return cohere_from_hf(

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from infinigen_jax.models.base import ModelConfig
+from infinigen_jax.models.gemma2 import refuse_both_ways
 from infinigen_jax.models.hf import positive
 from infinigen_jax.models.llama import relative_from_hf
 
@@ -13,8 +14,11 @@ DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True}
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Translate a `config.json` of model_type "gemma"; refuse unsupported settings.
 
-    The activation is always the approximate GELU, although the first files name the exact one.
+    The first files name the exact GELU, but their models use the approximate one.
     """
-    hf = DEFAULTS | {**hf, "hidden_act": "gelu_pytorch_tanh"}
+    refuse_both_ways(hf)
+    hf = DEFAULTS | {**hf}
+    if hf.get("hidden_act", "gelu") == "gelu":
+        hf["hidden_act"] = "gelu_pytorch_tanh"
     scale = positive(hf, "hidden_size") ** 0.5
     return relative_from_hf(hf, "gemma", float32_norms=True, embedding_scale=scale)

@@ -45,8 +45,7 @@ def kinds(hf: Mapping[str, Any], every: int) -> list[str]:
 def gemma_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> ModelConfig:
     """Return the configuration of a version of Gemma that reads `settings` itself."""
     hf = DEFAULTS | {**hf}
-    both = hf.get("use_bidirectional_attention")
-    refuse_unless(not both, f"use_bidirectional_attention={both}")
+    refuse_both_ways(hf)
     activation = hf["hidden_activation"]
     refuse_unless(activation in llama.ACTIVATIONS, f"hidden_activation {activation!r}")
     return llama.relative_from_hf(
@@ -60,6 +59,12 @@ def gemma_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> ModelC
         **sliding_windows(hf, hf["sliding_window"]),
         **{"norms": PRE_NORMS + POST_NORMS} | settings,
     )
+
+
+def refuse_both_ways(hf: Mapping[str, Any]) -> None:
+    """Refuse attention to later tokens."""
+    both = hf.get("use_bidirectional_attention")
+    refuse_unless(not both, f"use_bidirectional_attention={both}")
 
 
 def _softcap(hf: Mapping[str, Any], name: str) -> float | None:

@@ -7,11 +7,11 @@ from infinigen_jax.models.base import ModelConfig
 from infinigen_jax.models.llama import relative_from_hf
 from infinigen_jax.models.rope_hf import rope_from_hf
 
-DEFAULTS = {"head_dim": 128, "rms_norm_eps": 1e-8, "rope_theta": 1e5}
+DEFAULTS = {"head_dim": 128, "rms_norm_eps": 1e-8}
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     """Translate a `config.json` of model_type "helium"; refuse unsupported settings."""
     hf = DEFAULTS | {**hf}
-    rope = rope_from_hf(hf, interleaved=True)
+    rope = rope_from_hf(hf, interleaved=True, theta=1e5)
     return relative_from_hf(hf, "helium", rope=rope, output_bias=False)

@@ -8,13 +8,26 @@ from infinigen_jax.errors import UnsupportedModelError
 from infinigen_jax.models.hf import FULL, SLIDING, positive, refuse_unless
 from infinigen_jax.models.rope import KINDS, Rope
 
+LLAMA3 = {  # without its factor
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
 
 def rope_from_hf(
-    hf: Mapping[str, Any], *, partial: bool = False, interleaved: bool = False
+    hf: Mapping[str, Any],
+    *,
+    partial: bool = False,
+    interleaved: bool = False,
+    theta: float = 10000.0,
 ) -> Rope:
     """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
 
-    With `partial`, the family may rotate only a part of each head.
+    Args:
+        partial: whether the family may rotate only a part of each head.
+        theta: the family's base where none is given.
     """
     positions = positive(hf, "max_position_embeddings")
     former, settings = (dict(hf.get(n) or {}) for n in ("rope_scaling", "rope_parameters"))
@@ -32,7 +45,7 @@ def rope_from_hf(
     share = settings.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
     share = 1.0 if share is None else positive_number(share, "partial_rotary_factor")
     refuse_unless(share == 1 or (partial and share < 1), f"partial_rotary_factor {share:g}")
-    theta = settings.get("rope_theta") or hf.get("rope_theta") or 10000.0
+    theta = settings.get("rope_theta") or hf.get("rope_theta") or theta
     theta = positive_number(theta, "rope_theta")
     refuse_unless(theta > 1, f"rope_theta {theta:g}")
     name = "original_max_position_embeddings"

@@ -55,13 +55,15 @@ WORDS: dict[str, str | tuple[str, ...] | None] = {
     **dict.fromkeys(("gpt-2", "exaone4", "olmo", *SINGLE_DIGITS)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3"), LLAMA3),
     "gpt-4o": GPT4O,  # Phi-4-mini
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "hunyuan"), QWEN2),
+    "tiny_aya": (r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O),
     "tekken": TEKKEN,
     **dict.fromkeys(("chatglm-bpe", "glm4"), LLAMA3),
     "seed-coder": SEED,
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), DEEPSEEK3),
 }
-MERGED = ("chatglm-bpe", "glm4")  # rules whose vocabularies have no words other than merges
+# Rules whose vocabularies have no words other than merges.
+MERGED = ("chatglm-bpe", "dbrx", "glm4", "smaug-bpe")
 BEGINS = ("llama-bpe", "llama3", "llama-v3", "tekken")  # rules whose texts begin with BOS
 KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's special tokens
 SPECIAL = {

@@ -33,7 +33,7 @@ SIZES = {
     "rms_norm_eps": 2.0**-17,
 }
 EPSILON: dict[str, Any] = dict.fromkeys(("layer_norm_eps", "norm_eps", "norm_epsilon"), 2.0**-17)
-WINDOWS = {"layer_types": ["full_attention", "sliding_attention"]}
+WINDOWS: dict[str, Any] = {"layer_types": ["full_attention", "sliding_attention"]}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 LONGROPE |= {"short_factor": [1.0, 1.25, 1.5, 2.0], "long_factor": [1.5, 2.0, 3.0, 4.0]}
 GRANITE = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
@@ -250,6 +250,41 @@ def test_settings_that_are_easily_missed(tmp_path):
     experts: Any = {"llama.expert_count": 8}
     with pytest.raises(InputError, match="mixture of experts"):
         read_config(write_gguf(tmp_path / "b.gguf", made, **experts))
+
+
+def test_the_language_model_of_glm_with_images(tmp_path):
+    """llama.cpp moves the columns of a pair apart for the rotation in three directions."""
+    made, plain = tiny_gguf(tmp_path, "glm4", head_dim=16)
+    sections: Any = {"glm4.rope.dimension_sections": [2, 1, 1, 0]}
+    path = write_gguf(tmp_path / "b.gguf", made, **sections)
+    ours, stored = open_tensors(path), open_tensors(plain)
+    assert read_config(path)[1] == read_config(plain)[1]
+    for name, tensor in ours.items():
+        expected = stored[name].read()
+        if "q_proj" in name or "k_proj" in name:
+            heads = expected.reshape(-1, 16, *expected.shape[1:])
+            order = [0, 4, 1, 5, 2, 6, 3, 7, *range(8, 16)]
+            expected = heads[:, order].reshape(expected.shape)
+        np.testing.assert_array_equal(tensor.read(), expected)
+
+
+def test_layers_that_draft_tokens_are_left_out(tmp_path):
+    made, plain = tiny_gguf(
+        tmp_path, "exaone4", layer_types=WINDOWS["layer_types"], sliding_window=7
+    )
+    drafting: Any = {"exaone4.block_count": 3, "exaone4.nextn_predict_layers": 1}
+    extra = {"blk.2.nextn.eh_proj.weight": np.zeros((3, 3), np.float32)}
+    path = write_gguf(tmp_path / "b.gguf", made, tensors=extra, **drafting)
+    assert read_config(path)[1] == read_config(plain)[1]
+    assert open_tensors(path).keys() == open_tensors(plain).keys()
+
+
+def test_patterns_of_windows(tmp_path):
+    made, _ = tiny_gguf(tmp_path, "cohere2", num_hidden_layers=4, sliding_window=7)
+    for pattern, layers in ((None, (0, 1, 2)), (2, (0, 2)), ([True, False, False, True], (0, 3))):
+        changes: Any = {"cohere2.attention.sliding_window_pattern": pattern}
+        path = write_gguf(tmp_path / "b.gguf", made, **changes)
+        assert read_config(path)[1].sliding_layers == layers
 
 
 def test_special_tokens_of_phi_3_take_the_space_after_them(tmp_path):

@@ -24,7 +24,7 @@ from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading import load as checkpoint
-from infinigen_jax.models import config_from_hf
+from infinigen_jax.models import ModelConfig, config_from_hf
 from infinigen_jax.policies import Full
 
 # Two orders of the same float32 sums over at most 64 terms and 3 layers, logits up to about 10.
@@ -350,6 +350,26 @@ def test_older_settings_of_the_rotation():
     after = {"rope_parameters": yarn | {"llama_4_scaling_beta": 0.3}}
     assert config_from_hf(ministral | before) == config_from_hf(ministral | after)
     assert config_from_hf(ministral).query_growth == 0.1
+
+
+def test_settings_that_files_leave_out():
+    """Defaults of transformers; Cohere's real context; the approximate GELU of Gemma."""
+
+    def read(family: str, **changes) -> ModelConfig:
+        sizes = {"max_position_embeddings": 32, "num_key_value_heads": 2}
+        return config_from_hf(LLAMA | {"model_type": family} | sizes | changes)
+
+    assert read("cohere", model_max_length=48).max_positions == 48
+    assert read("cohere2", sliding_window=7, model_max_length=None).max_positions == 32
+    thetas = {"apertus": 1.2e7, "cohere": 5e5, "cwm": 1e6, "helium": 1e5}
+    for family, theta in thetas.items():
+        for left_out in ({}, {"rope_theta": None}):
+            rope = read(family, **left_out).rope
+            assert rope is not None and rope.theta == theta
+            assert rope.factor == {"apertus": 8, "cwm": 16}.get(family, 1)
+    assert read("cwm").eos_ids == () and len(read("cwm", vocab_size=128256).eos_ids) == 3
+    assert read("gemma", hidden_act="gelu").activation == "gelu_pytorch_tanh"
+    assert read("gemma", hidden_act="silu").activation == "silu"
 
 
 PLAIN = [None, 0, -1, 1, 4.0, 32, 1e300, float("nan"), "4", "many", [], {}, True]

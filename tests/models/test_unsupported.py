@@ -76,6 +76,12 @@ REFUSED = {
     "gpt-oss": (LLAMA | {"model_type": "gpt_oss"}, "'gpt_oss' is not supported: a mixture"),
     "experts by name": (LLAMA | {"model_type": "mixtral"}, "'mixtral' is not supported: a mixture"),
     "gemma": (LLAMA | {"model_type": "gemma3n"}, "'gemma3n' is not supported: of Gemma, the text"),
+    "both ways in the first": (
+        LLAMA | {"model_type": "gemma", "use_bidirectional_attention": True},
+        "use_bidirectional_attention",
+    ),
+    "clipped": (LLAMA | {"model_type": "iquestcoder", "clip_qkv": 5.0}, "clip_qkv=5.0"),
+    "norms of heads": (LLAMA | {"model_type": "cohere", "use_qk_norm": True}, "use_qk_norm"),
     "both ways": (GEMMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     "capped gemma 3": (GEMMA | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
     "cap of 0": (GEMMA | {"final_logit_softcapping": 0}, "final_logit_softcapping 0"),
