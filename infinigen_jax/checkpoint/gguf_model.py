@@ -109,6 +109,7 @@ ARCHITECTURES = {
     "cohere2": Architecture("cohere2"),
     "command-r": Architecture("cohere"),
     "ernie4_5": Architecture("ernie4_5"),
+    "exaone": Architecture("exaone"),
     "exaone4": Architecture("exaone4", names=POST_NORM_NAMES),
     "gemma": Architecture("gemma", shift=1, activation=GELU),
     "gemma2": Architecture("gemma2", **GEMMA),

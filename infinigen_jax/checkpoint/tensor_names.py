@@ -23,10 +23,28 @@ from infinigen_jax.models.packed import join
 # The longest first. Language models within models of text and images have the first three.
 PREFIXES = (
     *("model.language_model.", "language_model.model.", "language_model."),
-    *("model.decoder.", "decoder.", "model."),
+    *("model.decoder.", "decoder.", "model.", "transformer."),
 )
+# Parts of names that a family's published files have in place of LLaMA's.
+RENAMED = {
+    "exaone": {
+        ".wte.": ".embed_tokens.",
+        ".h.": ".layers.",
+        ".ln_f.": ".norm.",
+        ".attn.attention.": ".self_attn.",
+        ".out_proj.": ".o_proj.",
+        ".ln_1.": ".input_layernorm.",
+        ".ln_2.": ".post_attention_layernorm.",
+        ".c_fc_0.": ".gate_proj.",
+        ".c_fc_1.": ".up_proj.",
+        ".c_proj.": ".down_proj.",
+    }
+}
 # Recomputed, constant or unused.
-HARMLESS = ("rotary_emb.inv_freq", "decoder.version", "act_fn.beta", "act_fn.eps")
+HARMLESS = (
+    *("rotary_emb.inv_freq", "rotary.inv_freq", "decoder.version"),
+    *("act_fn.beta", "act_fn.eps"),
+)
 # Unused parts: of models of text and images, and drafters.
 UNUSED = ("vision_tower.", "multi_modal_projector.", "visual.", "mtp.")
 LISTED = 20  # tensors named per kind of error
@@ -236,7 +254,7 @@ def match(
     matches: dict[str, TensorSource] = {}
     doubled, unexpected, problems = [], [], []
     for name, tensor in tensors.items():
-        stem = _stem(name)
+        stem = _renamed(_stem(name), blueprint.config.family)
         if stem in matches:
             doubled.append(f"{matches[stem].name} and {name}")
         elif stem in specs:
@@ -307,6 +325,13 @@ def _full_name(name: str, prefix: str) -> str:
 def _stem(name: str) -> str:
     prefix = next((p for p in PREFIXES if name.startswith(p)), "")
     return name.removeprefix(prefix)
+
+
+def _renamed(stem: str, family: str) -> str:
+    name = f".{stem}"
+    for old, new in RENAMED.get(family, {}).items():
+        name = name.replace(old, new)
+    return name[1:]
 
 
 def _is_harmless(name: str, stem: str, tensors: Mapping[str, TensorSource], tied: bool) -> bool:

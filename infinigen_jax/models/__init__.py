@@ -17,9 +17,19 @@ from infinigen_jax.models.base import (
 )
 
 FAMILIES = (
-    *("apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2"),
-    *("gemma3", "glm", "glm4", "granite", "helium", "hunyuan_v1_dense", "hyperclovax", "internlm3"),
-    *("iquestcoder", "jais2", "llama", "ministral", "ministral3", "mistral", "nemotron", "olmo2"),
+    *("apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone", "exaone4", "gemma"),
+    *("gemma2", "gemma3", "glm", "glm4", "granite", "helium", "hunyuan_v1_dense", "hyperclovax"),
+    *(
+        "internlm3",
+        "iquestcoder",
+        "jais2",
+        "llama",
+        "ministral",
+        "ministral3",
+        "mistral",
+        "nemotron",
+        "olmo2",
+    ),
     *("olmo3", "opt", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2"),
     "vaultgemma",
 )

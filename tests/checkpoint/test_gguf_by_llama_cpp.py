@@ -24,6 +24,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("cohere", EPSILON),
     ("cohere2", EPSILON | {"num_hidden_layers": 4, "sliding_window": 7}),
     ("ernie4_5", HEADS),
+    ("exaone", {}),
     # llama.cpp takes the windows of EXAONE 4 from the number of layers.
     ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
     ("gemma", HEADS),

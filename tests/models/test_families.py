@@ -70,6 +70,14 @@ BY_KIND = {
     "full_attention": YARN | {"rope_theta": 1e4},
 }
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("apertus", GQA | {"head_dim": 12}),
     "arcee": ("arcee", GQA),
@@ -77,6 +85,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("cohere2", GQA | kinds("sfs")),
     "cwm": ("cwm", GQA | kinds("fs") | {"head_dim": 12}),
     "ernie4_5": ("ernie4_5", GQA | {"head_dim": 12}),
+    "exaone": ("exaone", GQA | rope(**LLAMA3)),
     "exaone4": ("exaone4", GQA | kinds("ff") | {"sliding_window": None}),
     "exaone4 windows": ("exaone4", GQA | kinds("sfs")),
     "gemma": ("gemma", GQA | {"head_dim": 12}),
@@ -136,13 +145,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn, two scales": ("llama", rope(**YARN, mscale=0.7, mscale_all_dim=1.2)),
 }
 # Decoding them differs in nothing from decoding the models above. One layer each.
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 BASIC: dict[str, tuple[str, dict[str, Any]]] = {
     "gqa": ("llama", GQA),
     "mqa, tied": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
