@@ -208,8 +208,12 @@ def _neighbours_apart(file: GgufFile) -> int | None:
 
     The pairs of their rotation are half of these columns apart; in the model they are neighbours.
     """
-    sections = file.metadata.get("glm4.rope.dimension_sections", 0)
-    return file.metadata.get("glm4.rope.dimension_count") if np.any(sections) else None
+    if not np.any(file.metadata.get("glm4.rope.dimension_sections", 0)):
+        return None
+    columns = file.metadata.get("glm4.rope.dimension_count")
+    if type(columns) is not int or columns < 2 or columns % 2:
+        raise InputError(f"{file.path}: rope.dimension_count is {columns!r}; get the file again")
+    return columns
 
 
 def architecture(file: GgufFile) -> tuple[str, Architecture]:
@@ -314,17 +318,17 @@ def _read(
 ) -> np.ndarray:
     """Read a tensor, undo the reordering of its `heads` and subtract `shift`.
 
-    `columns` of each head are reordered the other way; None for all, to neighbours.
+    By default the columns of a pair, half a head apart, have become neighbours. With `columns`,
+    neighbours among the first columns of a head have come apart.
     """
     tensor = file.read(name)
-    if heads is not None and columns is not None:
-        by_head = tensor.reshape(heads, -1, *tensor.shape[1:])
-        turned, rest = by_head[:, :columns], by_head[:, columns:]
-        pairs = turned.reshape(heads, 2, columns // 2, *tensor.shape[1:]).swapaxes(1, 2)
-        tensor = np.concatenate([pairs.reshape(turned.shape), rest], 1).reshape(tensor.shape)
-    elif heads is not None:
+    if heads is not None:
         if type(heads) is not int or heads < 1 or tensor.shape[0] % (2 * heads):
             raise InputError(f"{file.path}: {name} cannot have {heads} heads; get the file again")
-        pairs = tensor.reshape(heads, -1, 2, *tensor.shape[1:])
-        tensor = pairs.swapaxes(1, 2).reshape(tensor.shape)
+        by_head = tensor.reshape(heads, -1, *tensor.shape[1:])
+        pairs = (-1, 2) if columns is None else (2, -1)
+        moved = by_head[:, :columns].reshape(heads, *pairs, *tensor.shape[1:]).swapaxes(1, 2)
+        moved = moved.reshape(heads, -1, *tensor.shape[1:])
+        rest = by_head[:, moved.shape[1] :]
+        tensor = np.concatenate([moved, rest], axis=1).reshape(tensor.shape)
     return tensor - tensor.dtype.type(shift) if shift else tensor
