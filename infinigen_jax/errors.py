@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -184,11 +185,20 @@ def run_command(command: Callable[[], int | None], parser: Parser | None = None)
 
 def _interrupt_again(report: Callable[[Any], object], ignored: Any) -> None:
     """Repeat a Ctrl-C whose exception is ignored, as in JAX's garbage-collector callback."""
-    if issubclass(ignored.exc_type, KeyboardInterrupt):
-        main: Any = threading.main_thread().ident
-        threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT)).start()
-    else:
+    if not issubclass(ignored.exc_type, KeyboardInterrupt):
         report(ignored)
+        return
+    main: Any = threading.main_thread().ident
+
+    def send() -> None:
+        time.sleep(0.01)
+        # An interrupt within this function would be ignored as well.
+        while any(f.f_code is here for f, _ in traceback.walk_stack(sys._current_frames()[main])):
+            time.sleep(0.001)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    here = _interrupt_again.__code__
+    threading.Thread(target=send, daemon=True).start()
 
 
 def _outcome(command: Callable[[], int | None], options: Mapping[str, str]) -> tuple[int, str]:
