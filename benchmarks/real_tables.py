@@ -33,7 +33,10 @@ SIZES: Titled = [
         (8192, 0.1, "length-{text}-8192"),
     )
 ]
-LOOKUPS = (("needles", "in a text", (1024, 2048, 4096)), ("pairs", "among numbers", (1024,)))
+LOOKUPS = (
+    ("needles", "in a text", (1024, 2048, 4096)),
+    ("pairs", "among numbers", (1024, 2048)),
+)
 RULES: Titled = [
     ("alpha 4 (default)", {"alpha": 4.0}),
     ("alpha 5", {"alpha": 5.0}),
