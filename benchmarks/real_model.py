@@ -50,21 +50,22 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
         given = [*program.split(), "--model", options.model, *files]
         chosen[name] = [*given, *arguments.split()]
 
-    def score(name: str, length: int, budgets: str, policies: str) -> None:
-        for text, path in texts.items():
+    def score(name: str, length: int, budgets: str, policies: str, *of: str) -> None:
+        for text in of or texts:
             more = OTHERS if (name, text, length) == ("policies", "wiki", 4096) else ""
             size = f"--window {length} --windows {options.windows} --context {length - SCORED}"
             add(
                 f"{name}-{text}-{length}",
                 "infinigen_jax.evaluate perplexity",
                 f"{size} --budget {budgets} --policy {policies} {more}",
-                *("--text", str(path)),
+                *("--text", str(texts[text])),
             )
 
     score("policies", 4096, "0.05", POLICIES)
     score("policies", 2048, "0.05", POLICIES)
     score("length", 8192, "0.05 0.1", "full infinigen")
     score("budgets", 4096, "0.02 0.1", "full infinigen")
+    score("others", 4096, "0.02 0.1", "full oracle quest window h2o", "wiki")
     score("settings", 4096, "0.05", SETTINGS)
     score("rules", 4096, "0.05", RULES)
     recall = f"--budget 0.05 --window 4096 --context 3840 --windows 2 --policy {RECALL}"
