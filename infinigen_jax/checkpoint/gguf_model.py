@@ -15,6 +15,7 @@ from infinigen_jax.checkpoint.gguf_rope import ROPE_TENSORS, rope_settings
 from infinigen_jax.checkpoint.hf_folder import TensorSource
 from infinigen_jax.errors import InputError, UnsupportedModelError
 from infinigen_jax.models import ModelConfig, config_from_hf
+from infinigen_jax.models.hf import FULL, SLIDING
 
 SUFFIX = ".gguf"
 SETTINGS = {
@@ -199,6 +200,7 @@ def _layers(file: GgufFile, name: str) -> Any:
 
 
 def _is_drafter(name: str, layers: Any) -> bool:
+    """Whether a tensor belongs to a layer after the first `layers`."""
     number = name.split(".", 2)[1] if name.startswith("blk.") else ""
     return number.isdecimal() and isinstance(layers, int) and int(number) >= layers
 
@@ -261,7 +263,7 @@ def _special_settings(name: str, hf: Mapping[str, Any], data: Mapping[str, Any])
     layers = hf.get("num_hidden_layers")
     if not isinstance(layers, int) or not 0 < layers < 10_000:
         return {}  # refused later
-    kinds = ("full_attention", "sliding_attention")
+    kinds = (FULL, SLIDING)
     if name in ("cohere2", "exaone4"):
         window, pattern = hf.get("sliding_window"), f"{name}.attention.sliding_window_pattern"
         given = data.get(pattern)

@@ -8,6 +8,7 @@ import numpy as np
 
 from infinigen_jax.checkpoint.gguf_file import GgufFile
 from infinigen_jax.errors import UnsupportedModelError
+from infinigen_jax.models.rope_hf import LLAMA3
 
 ENDS = ("fast", "slow")  # of the frequencies that YaRN stretches in part
 # Factors of rotary frequencies, which become settings.
@@ -22,10 +23,8 @@ def rope_settings(file: GgufFile, name: str) -> dict[str, Any]:
     head = data.get(f"{name}.attention.key_length")
     if head is None and (heads := data.get(f"{name}.attention.head_count")):
         head = data.get(f"{name}.embedding_length", 0) // heads
-    if width and head:
+    if width and head and name != "nemotron":  # whose converter takes a share of another size
         hf["partial_rotary_factor"] = width / head
-    if name == "nemotron":  # the converter takes a share of another head size
-        hf.pop("partial_rotary_factor", None)
     kind, factor = (data.get(f"{name}.rope.scaling.{key}") for key in ("type", "factor"))
     factor = factor or data.get(f"{name}.rope.scale_linear")  # the former key
     if kind is None and factor not in (None, 0, 1):
@@ -69,13 +68,7 @@ def _check_yarn(data: Mapping[str, Any], prefix: str, factor: Any) -> None:
 def _llama3(file: GgufFile, hf: Mapping[str, Any]) -> dict[str, Any]:
     """Recover the settings of the rope type "llama3" from its factors of the frequencies."""
     factors = file.read("rope_freqs.weight").astype(np.float64)
-    scaling = {
-        "rope_type": "llama3",
-        "factor": float(factors.max()),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
+    scaling: dict[str, Any] = LLAMA3 | {"factor": float(factors.max())}
     pairs = np.arange(factors.size) / factors.size
     turns = 8192 * float(hf["theta"] or 10000.0) ** -pairs / (2 * np.pi)
     kept = np.clip((turns - 1.0) / 3.0, 0.0, 1.0)

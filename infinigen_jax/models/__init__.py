@@ -19,19 +19,9 @@ from infinigen_jax.models.base import (
 FAMILIES = (
     *("apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone", "exaone4", "gemma"),
     *("gemma2", "gemma3", "glm", "glm4", "granite", "helium", "hunyuan_v1_dense", "hyperclovax"),
-    *(
-        "internlm3",
-        "iquestcoder",
-        "jais2",
-        "llama",
-        "ministral",
-        "ministral3",
-        "mistral",
-        "nemotron",
-        "olmo2",
-    ),
-    *("olmo3", "opt", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2"),
-    "vaultgemma",
+    *("internlm3", "iquestcoder", "jais2", "llama", "ministral", "ministral3", "mistral"),
+    *("nemotron", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3"),
+    *("stablelm", "starcoder2", "vaultgemma"),
 )
 ALIASES = {"gemma3_text": "gemma3"}  # other names of a model_type
 # Reasons to name for unsupported model types that contain these words.

@@ -24,8 +24,8 @@ def cohere_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> Model
     Some files have the real context in `model_max_length`, beyond `max_position_embeddings`.
     """
     hf = DEFAULTS | {**hf}
-    names = "max_position_embeddings", "model_max_length"
-    hf[names[0]] = max(positive(hf, name, default=1) for name in names)
+    positions = positive(hf, "max_position_embeddings")
+    hf["max_position_embeddings"] = max(positions, positive(hf, "model_max_length", default=1))
     return relative_from_hf(
         hf,
         family,

@@ -81,6 +81,10 @@ REFUSED = {
         "use_bidirectional_attention",
     ),
     "clipped": (LLAMA | {"model_type": "iquestcoder", "clip_qkv": 5.0}, "clip_qkv=5.0"),
+    "no positions": (
+        LLAMA | {"model_type": "cohere", "max_position_embeddings": None},
+        "max_position_embeddings",
+    ),
     "norms of heads": (LLAMA | {"model_type": "cohere", "use_qk_norm": True}, "use_qk_norm"),
     "both ways": (GEMMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     "capped gemma 3": (GEMMA | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
