@@ -149,8 +149,6 @@ def _sentencepiece(settings: dict[str, Any], architecture: str) -> "tokenizers.T
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     tokens, gemma = settings["tokens"], architecture.startswith("gemma")
-    if gemma:  # files have repeated spaces as such
-        tokens = [SPACE * len(t) if t and not t.strip(" ") else t for t in tokens]
     # The scores of Gemma's tokens do not follow the order of its merges.
     scores = -np.arange(len(tokens)) if gemma else np.asarray(settings["scores"])
     kinds = np.asarray(settings.get("token_type", ()))

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES, GGUFWriter, quants
-from gguf_files import PLUS_ONE, Kind, add_setting, byte_level, sentencepiece, write_gguf, written
+from gguf_files import PLUS_ONE, Kind, byte_level, write_gguf, written
 from tiny import logits_of, make_tiny, only
 
 from infinigen_jax import generate, plan
@@ -20,10 +19,9 @@ from infinigen_jax.checkpoint.source import open_tensors, read_config
 from infinigen_jax.checkpoint.tensor_names import match
 from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.errors import InputError, UnsupportedModelError
-from infinigen_jax.loading.load import embedded, load
+from infinigen_jax.loading.load import load
 from infinigen_jax.models import blueprint
 from infinigen_jax.text.gguf_tokenizer import gguf_tokenizer
-from infinigen_jax.text.tokenizer import load_tokenizer
 
 # Sizes that every format's blocks of 32 divide; numbers that float32 represents.
 SIZES = {
@@ -121,49 +119,6 @@ def test_every_format(tmp_path):
         np.testing.assert_array_equal(file.read("second").astype(np.float32), expected)
     assert refused == {"I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K", "Q1_0"} & refused
     assert len(refused) < 10
-
-
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "tekken"])
-def test_byte_level_tokenizers(pre, tmp_path):
-    """Words are split as transformers does; of "smollm", which it ignores, digits as well."""
-    tokenizer = tokenizer_of(tmp_path, byte_level(pre) | {"tokenizer.ggml.add_bos_token": True})
-    reference = reference_tokenizer(tmp_path) if pre != "smollm" else load_tokenizer(embedded())
-    for text in TEXTS:
-        expected = reference.encode(text, add_special_tokens=False)
-        if pre == "smollm":
-            expected = [
-                i for part in re.split(r"(\d)", text) for i in reference.encode(part, False)
-            ]
-        assert tokenizer.encode(text) == [0, *expected]
-        assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
-    assert tokenizer.encode("a</s>b", False)[1] == 2 == tokenizer.eos_token_id
-
-
-@pytest.mark.parametrize(
-    ("pre", "words"),
-    [
-        ("default", ["ab", "123", "45", " c", "!!", "\n\n", " x"]),
-        ("command-r", ["ab", *"12345", " c", "!!", "\n\n", " x"]),
-        ("seed-coder", ["ab", *"12345", " c", "!!", "\n\n", " x"]),
-        ("hunyuan-dense", ["ab", "123", "45", " c", "!!\n\n", " x"]),
-    ],
-)
-def test_words_of_byte_level_tokenizers(pre, words, tmp_path):
-    """llama.cpp splits them likewise, see `test_gguf_by_llama_cpp`."""
-    splitter = tokenizer_of(tmp_path, byte_level(pre)).backend.pre_tokenizer
-    assert splitter is not None
-    found = [word for word, _ in splitter.pre_tokenize_str("ab12345 c!!\n\n x")]
-    assert [word.replace("Ġ", " ").replace("Ċ", "\n") for word in found] == words
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-def test_sentencepiece_tokenizers(architecture, tmp_path):
-    tokenizer = tokenizer_of(tmp_path, sentencepiece(), architecture)
-    reference = reference_tokenizer(tmp_path)
-    for text in (text.strip() for text in TEXTS if text):
-        assert tokenizer.encode(text, False) == reference.encode(text, add_special_tokens=False)
-        assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
-    assert tokenizer.encode("the")[0] == 1 == tokenizer.bos_token_id
 
 
 def test_a_conversion_keeps_tokenizer_template_and_ends_of_turns(tmp_path):
@@ -290,19 +245,6 @@ def test_patterns_of_windows(tmp_path):
         assert read_config(path)[1].sliding_layers == layers
 
 
-def test_special_tokens_of_phi_3_take_the_space_after_them(tmp_path):
-    settings = sentencepiece()
-    tokens, kinds = (settings[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type"))
-    settings["tokenizer.ggml.tokens"] = [*tokens, "<|user|>"]
-    settings["tokenizer.ggml.token_type"] = [*kinds, 3]
-    settings["tokenizer.ggml.scores"] = [*settings["tokenizer.ggml.scores"], 0.0]
-    plain, phi = (
-        tokenizer_of(tmp_path, settings, architecture) for architecture in ("llama", "phi3")
-    )
-    assert phi.encode("<|user|>\nthe", False) == plain.encode("<|user|>the", False)
-    assert phi.encode("<s>\nthe", False) == plain.encode("<s>\nthe", False)
-
-
 def test_load_converts_once(tmp_path, monkeypatch, command):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     made, path = tiny_gguf(tmp_path, num_hidden_layers=1)
@@ -383,17 +325,3 @@ def test_a_real_model_has_the_weights_that_transformers_reads():
     assert tensors.keys() == parameters.keys()
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(tensor.read(), parameters[name].detach().float().numpy())
-
-
-def tokenizer_of(folder: Path, settings: dict, architecture: str = "llama"):
-    writer = GGUFWriter(folder / "a.gguf", architecture)
-    for key, value in settings.items():
-        add_setting(writer, key, value)
-    written(writer)
-    return gguf_tokenizer(GgufFile(folder / "a.gguf"))
-
-
-def reference_tokenizer(folder: Path):
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder, gguf_file="a.gguf")
