@@ -5,6 +5,7 @@ The library names parameters, as in `rows`; a command line prints them as its op
 
 import argparse
 import contextlib
+import difflib
 import errno
 import functools
 import io
@@ -147,6 +148,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^argument (\S+): ", r"\1 ", message)
+        if unknown := re.match(r"unrecognized arguments: (--[\w-]+)", message):
+            near = difflib.get_close_matches(unknown[1], self._option_string_actions, 1, 0.8)
+            message += "".join(f" (did you mean {option}?)" for option in near)
         self.exit(2, f"error: {one_line(message)}; see --help\n")
 
 
