@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("shallow")
 
 GENERATE = {
     "--no-such-option": "--no-such-option",
-    "--max-tokens 30": "--max-tokens 30 (did you mean --max-new-tokens?); see",
+    "--max-tokens 30": r"--max-tokens 30 \(did you mean --max-new-tokens\?\); see",
     "--max-new-tokens": "--max-new-tokens expected one argument",
     "'stray\nargument'": "unrecognized arguments: stray argument",
     "--max-new-tokens 0": "--max-new-tokens",
