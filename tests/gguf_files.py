@@ -27,9 +27,12 @@ def write_gguf(
     made: TinyModel,
     kind: Kind = Kind.F32,
     tensors: Mapping[str, np.ndarray] = MappingProxyType({}),
+    others: Mapping[str, Kind] = MappingProxyType({}),
     **settings: Any,
 ) -> Path:
     """Write a model with matrices in a format, further tensors, and other settings.
+
+    `others` are formats of some matrices, by the names of their modules.
 
     The model itself gets the rounded weights, so that it stays the reference.
     """
@@ -51,9 +54,10 @@ def write_gguf(
     for full, parameter in made.model.named_parameters():
         if "act_fn" in full:
             continue
-        stored = Kind.F32 if parameter.ndim == 1 else kind
+        own = others.get(full.split(".")[-2], kind)
+        stored = Kind.F32 if parameter.ndim == 1 else own
         values = parameter.detach().numpy()
-        rounding = kind if kind in (Kind.F16, Kind.BF16) else stored
+        rounding = own if own in (Kind.F16, Kind.BF16) else stored
         rounded = quants.dequantize(quants.quantize(values, rounding), rounding)
         with torch.no_grad():
             parameter.copy_(torch.tensor(rounded))

@@ -5,6 +5,7 @@ architectures for another layout of the rotation, and adds 1 to the norms of Gem
 """
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -50,6 +51,7 @@ END_OF_TURN = (
     *("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>"),
     *("<|end_of_text|>", "<|eom_id|>", "</s>"),
 )
+FOUR_BITS = 5  # bits of a number and its share of the scales: Q4_1 has these, Q5_0 more
 CONTROL = 3  # kind of a token in tokenizer.ggml.token_type
 
 EMBEDDING_NAMES = {
@@ -190,6 +192,17 @@ def open_tensors(file: GgufFile) -> dict[str, TensorSource]:
             read = functools.partial(np.copy, one)
             sources[full] = TensorSource(full, file.path, one.shape, one.dtype, read, lambda: None)
     return sources
+
+
+def wide_tensors(file: GgufFile) -> set[str]:
+    """Return the matrices of layers in more than about four bits, by Hugging Face's names.
+
+    Files of a size such as Q4_K_M have some of them; there are none without others in four bits.
+    """
+    kind = architecture(file)[1]
+    matrices = {n: t for n, t in file.tensors.items() if n.startswith("blk.") and len(t.shape) > 1}
+    wide = {n for n, t in matrices.items() if 8 * t.size > FOUR_BITS * math.prod(t.shape)}
+    return set() if len(wide) == len(matrices) else {_full_name(name, kind) for name in wide}
 
 
 def _layers(file: GgufFile, name: str) -> Any:

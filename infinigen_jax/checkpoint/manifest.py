@@ -35,6 +35,7 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ class Manifest:
         calibration: {"text_sha256": ..., "tokens": ...}, or None with skew "none".
         speculate_from: hidden state that the corrected query is computed from, one of
             `settings.policy.SOURCES`.
+        wide: names of matrices that int4 would not hold, see `source.wide_matrices`.
         sources, files: {"name": {"sha256": ..., "size": ...}} of the files read and written.
     """
 
@@ -71,6 +73,7 @@ class Manifest:
     speculate_from: str
     sources: dict[str, dict[str, Any]]
     files: dict[str, dict[str, Any]]
+    wide: Sequence[str] = ()
 
     def to_json(self) -> str:
         value = {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
@@ -85,6 +88,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise InputError(
             f"{path}: format version {version}, but this program reads {FORMAT_VERSION}; {AGAIN}"
         )
+    value.setdefault("wide", ())  # in older conversions
     fields = {field.name for field in dataclasses.fields(Manifest)}
     try:
         manifest = Manifest(**{name: value[name] for name in fields})

@@ -6,8 +6,10 @@ from typing import Any
 from infinigen_jax.checkpoint import gguf_model, hf_folder
 from infinigen_jax.checkpoint.gguf_file import GgufFile
 from infinigen_jax.checkpoint.hf_folder import TensorSource
+from infinigen_jax.checkpoint.manifest import MANIFEST_FILE, read_manifest
+from infinigen_jax.checkpoint.tensor_names import expected
 from infinigen_jax.files.regular import expanded
-from infinigen_jax.models import ModelConfig
+from infinigen_jax.models import Blueprint, ModelConfig
 
 
 def is_gguf(path: Path) -> bool:
@@ -33,6 +35,21 @@ def open_tensors(source: Path) -> dict[str, TensorSource]:
     if is_gguf(source):
         return gguf_model.open_tensors(GgufFile(source))
     return hf_folder.open_tensors(source)
+
+
+def wide_matrices(source: Path, architecture: Blueprint) -> frozenset[str]:
+    """Return the names of a layer's matrices that int4 would not hold: see `gguf_model`.
+
+    Layers share programs, so that a matrix is wide in all of them if it is in one.
+    """
+    if not is_gguf(source):
+        manifest = source / MANIFEST_FILE
+        return frozenset(read_manifest(source).wide if manifest.exists() else ())
+    wide = gguf_model.wide_tensors(GgufFile(source))
+    layers = expected(architecture).layers
+    names = {spec.rule.path[0] for layer in layers for spec in layer if spec.name in wide}
+    # They are joined, see `models.packed`.
+    return frozenset(names | {"q", "kv"} if names & {"q", "kv", "qkv"} else names)
 
 
 def content_files(source: Path) -> dict[str, Path]:

@@ -25,7 +25,13 @@ from infinigen_jax.checkpoint.manifest import (
 )
 from infinigen_jax.checkpoint.safetensors import SafetensorsWriter
 from infinigen_jax.checkpoint.skew_file import ahead_shapes
-from infinigen_jax.checkpoint.source import checked_source, content_files, open_tensors, read_config
+from infinigen_jax.checkpoint.source import (
+    checked_source,
+    content_files,
+    open_tensors,
+    read_config,
+    wide_matrices,
+)
 from infinigen_jax.checkpoint.tensor_names import TensorSpec, expected, match, read_tree
 from infinigen_jax.convert.calibrate import (
     DEFAULT_TEXT,
@@ -148,6 +154,7 @@ def convert(
             absorbed=absorbs,
             dtype=stored.name,
             speculate_from=speculate_from,
+            wide=sorted(wide_matrices(folder, blueprint(config, jnp.float32))),
             calibration=tokens and {"text_sha256": tokens.sha256, "tokens": tokens.count},
             sources=read,
             files=files,

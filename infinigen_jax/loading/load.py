@@ -30,14 +30,14 @@ from infinigen_jax.checkpoint.manifest import (
     verify_files,
 )
 from infinigen_jax.checkpoint.skew_file import DTYPES, Ahead, Basis, read_skew
-from infinigen_jax.checkpoint.source import checked_source, open_tensors, read_config
+from infinigen_jax.checkpoint.source import checked_source, open_tensors, read_config, wide_matrices
 from infinigen_jax.checkpoint.tensor_names import TensorSpec, expected, match, read_tree
 from infinigen_jax.errors import InputError, MemoryShortageError, ParameterError
 from infinigen_jax.loading.conversion_cache import cache_folder, cache_lock, prune
 from infinigen_jax.loading.room import check_room, readers
 from infinigen_jax.machine.backend import start_backend
 from infinigen_jax.machine.memory_limits import return_freed_memory
-from infinigen_jax.models import ModelConfig, Params, blueprint
+from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
 from infinigen_jax.models.small_weights import shrink
 from infinigen_jax.numeric import OneOf, check_value, listed
 from infinigen_jax.settings.engine import WEIGHT_DTYPES, EngineOptions
@@ -248,11 +248,16 @@ def model_folder(
 
 
 class Form(NamedTuple):
-    """Form of a model's weights in memory; see `load`."""
+    """Form of a model's weights in memory; see `load`, and `wide_matrices` for `wide`."""
 
     dtype: jnp.dtype
     weights: str
     weight_dtype: str | None
+    wide: frozenset[str] = frozenset()
+
+    def blueprint(self, config: ModelConfig) -> Blueprint:
+        """Return the blueprint of the weights in this form."""
+        return blueprint(config, self.dtype, self.weight_dtype, self.wide)
 
     def layer(self, params: Params) -> Params:
         """Return a layer's parameters in this form, in their place."""
@@ -260,7 +265,7 @@ class Form(NamedTuple):
 
     def matrices(self, params: Params) -> Params:
         """Return the parameters of a layer or an embedding with matrices in this form."""
-        return params if self.weight_dtype is None else shrink(params, self.weight_dtype)
+        return params if self.weight_dtype is None else shrink(params, self.weight_dtype, self.wide)
 
 
 def _load_converted(folder: Path, form: Form, verify: bool, source: Path | None = None) -> Model:
@@ -271,8 +276,8 @@ def _load_converted(folder: Path, form: Form, verify: bool, source: Path | None 
     _, config = read_config(folder)
     skewing = read_skew(folder, manifest, config)
     dtype, architecture = form.dtype, blueprint(config, form.dtype)
-    in_memory = blueprint(config, form.dtype, form.weight_dtype)
-    room = check_room(source or folder, in_memory, form.weights)
+    form = form._replace(wide=wide_matrices(source or folder, architecture))
+    room = check_room(source or folder, form.blueprint(config), form.weights)
     tensors = open_tensors(source) if source else _listed_tensors(folder, manifest)
     sources = match(tensors, architecture, source or folder)
     specs = expected(architecture)
@@ -346,7 +351,8 @@ def _load_through_cache(
                 notify(f"the cached conversion is unusable; converting again ({error})")
         else:
             # Refuse a model that does not fit before the conversion.
-            check_room(source, blueprint(config, form.dtype, form.weight_dtype), form.weights)
+            wide = wide_matrices(source, blueprint(config, form.dtype))
+            check_room(source, form._replace(wide=wide).blueprint(config), form.weights)
             notify(f"{source} is not converted yet: converting it into {destination}")
         with progress_bar() as progress:
             convert(source, destination, force=True, sidecar=True, progress=progress)

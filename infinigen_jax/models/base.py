@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 from infinigen_jax.models.linear import Matrix
 from infinigen_jax.models.packed import part_of, split
 from infinigen_jax.models.rope import Rope, rotation
-from infinigen_jax.models.small_weights import dtype_of, small_dtype
+from infinigen_jax.models.small_weights import dtype_of, small_dtype, wide_matrices
 
 if TYPE_CHECKING:
     from infinigen_jax.models.llama import Embedding, Layer
@@ -184,16 +184,24 @@ class Blueprint(NamedTuple):
     def fitted(self, params: Params) -> "Blueprint":
         """Return the blueprint of modules with weights of these parameters' form."""
         small = small_dtype(params)
-        return self if small is None else blueprint(self.config, self.dtype, small)
+        if small is None:
+            return self
+        return blueprint(self.config, self.dtype, small, wide_matrices(params, small))
 
 
 @functools.cache
-def blueprint(config: ModelConfig, dtype: Any, weight_dtype: str | None = None) -> Blueprint:
+def blueprint(
+    config: ModelConfig,
+    dtype: Any,
+    weight_dtype: str | None = None,
+    wide: frozenset[str] = frozenset(),
+) -> Blueprint:
     """Build a family's modules abstractly: shapes and dtypes, no arrays.
 
     Args:
         dtype: dtype of parameters and activations; norms, softmax and logits compute in float32.
         weight_dtype: form of the matrices, one of WEIGHT_DTYPES; None for `dtype`.
+        wide: names of a layer's matrices that are int8 with int4.
     """
     modules = vars(family("llama")) | vars(family(config.family))
     dtype = jnp.dtype(dtype)
@@ -204,7 +212,7 @@ def blueprint(config: ModelConfig, dtype: Any, weight_dtype: str | None = None) 
             return module
         parts = {n: x for n, x in vars(module).items() if isinstance(x, Matrix)}
         for name, part in parts.items():
-            part.shrink(dtype_of(name, weight_dtype))
+            part.shrink(dtype_of(name, weight_dtype, wide))
         return module
 
     def split(kind: Any) -> tuple[Any, Params]:

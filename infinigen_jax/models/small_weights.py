@@ -4,7 +4,10 @@ A matrix [f, e] is stored by output, in groups of 32 inputs:
 
     bfloat16    codes uint16, the bits of the numbers
     int8        weight = scale * code, one scale per group; holds blocks of GGUF's Q8_0 exactly
-    int4        weight = low + scale * code, two groups per byte; holds Q4_0 and Q4_1 exactly
+    int4        weight = low + scale * code, two groups per byte; holds Q4_0, Q4_1, Q4_K exactly
+
+With int4, embeddings and logits are int8, and so are matrices that a GGUF file holds in more than
+four bits next to others in four (`checkpoint.source.wide_matrices`).
 
 XLA has no fast product of float32 with such numbers on a CPU: it converts the whole matrix first,
 and vectorises no loop that sums along a row. `product` therefore writes the sum over groups out, as
@@ -13,6 +16,7 @@ compiles them to one loop that reads every code once.
 """
 
 import functools
+from collections.abc import Set
 from typing import Any
 
 import jax
@@ -36,16 +40,25 @@ Params = dict[str, Any]
 
 
 def small_dtype(params: Params) -> str | None:
-    """Return the dtype of the matrices of a layer or an embedding; None if they are as loaded."""
-    codes = (part["codes"] for part in params.values() if "codes" in part)
-    return next((CODES[x.dtype] for x in codes), None)
+    """Return the smallest dtype of the matrices of a layer; None if they are as loaded."""
+    return max(_dtypes(params).values(), key=WEIGHT_DTYPES.index, default=None)
 
 
-def shrink(params: Params, dtype: str) -> Params:
+def wide_matrices(params: Params, dtype: str) -> frozenset[str]:
+    """Return the names of the small matrices of a layer that have another dtype."""
+    names = {name for name, own in _dtypes(params).items() if own != dtype}
+    return frozenset(names | {"q", "kv"} if "qkv" in names else names)
+
+
+def _dtypes(params: Params) -> dict[str, str]:
+    return {name: CODES[part["codes"].dtype] for name, part in params.items() if "codes" in part}
+
+
+def shrink(params: Params, dtype: str, wide: Set[str] = frozenset()) -> Params:
     """Return the parameters of a layer or an embedding with small matrices."""
     matrices = {name for name, part in params.items() if "weight" in part} | {"tokens"}
     return {
-        name: shrink_part(part, dtype_of(name, dtype)) if name in matrices else part
+        name: shrink_part(part, dtype_of(name, dtype, wide)) if name in matrices else part
         for name, part in params.items()
     }
 
@@ -56,9 +69,9 @@ def shrink_model(params: Params, dtype: str) -> Params:
     return {"embedding": shrink(params["embedding"], dtype), "layers": layers}
 
 
-def dtype_of(name: str, dtype: str) -> str:
-    """Return the dtype of a matrix: embeddings and logits are int8 if the layers are int4."""
-    return "int8" if dtype == "int4" and name in ("tokens", "head") else dtype
+def dtype_of(name: str, dtype: str, wide: Set[str] = frozenset()) -> str:
+    """Return the dtype of a matrix: with int4, `wide` ones, embeddings and logits are int8."""
+    return "int8" if dtype == "int4" and name in {"tokens", "head", *wide} else dtype
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

@@ -15,6 +15,7 @@ import numpy as np
 from infinigen_jax.checkpoint.manifest import MANIFEST_FILE, SKEW_FILE, read_manifest
 from infinigen_jax.checkpoint.safetensors import SafetensorsFile
 from infinigen_jax.checkpoint.skew_file import Ahead, Basis, read_loss
+from infinigen_jax.checkpoint.source import wide_matrices
 from infinigen_jax.cli.options import given, make_engine
 from infinigen_jax.convert.defaults import DEFAULT_SKEW, DEFAULT_SOURCE
 from infinigen_jax.decode.layer import Decoder
@@ -117,11 +118,15 @@ class Forecast:
 
 
 class Conversion(NamedTuple):
-    """Properties of a model's conversion that a forecast needs; `losses` are fields of `Model`."""
+    """Properties of a model's conversion that a forecast needs.
+
+    `losses` are fields of `Model`; for `wide` see `checkpoint.source.wide_matrices`.
+    """
 
     skew: str
     speculate_from: str = "input"
     losses: Mapping[str, np.ndarray] = types.MappingProxyType({})
+    wide: frozenset[str] = frozenset()
 
 
 class Planner:
@@ -138,7 +143,7 @@ class Planner:
     ):
         self.config, self.machine, self.arguments = config, machine, arguments
         self.given = given(arguments, options_of(EngineOptions))
-        architecture = blueprint(config, jnp.dtype(dtype), arguments.weight_dtype)
+        architecture = blueprint(config, jnp.dtype(dtype), arguments.weight_dtype, conversion.wide)
         self._shapes = model_shapes(architecture, conversion)
         make = functools.partial(self._engine, jnp.dtype(dtype), conversion, policy)
         asked, _ = make({})
@@ -323,9 +328,10 @@ def model_shapes(architecture: Blueprint, conversion: Conversion) -> Any:
 
 def conversion_of(folder: Path, config: ModelConfig) -> Conversion:
     """Return the properties of a folder's conversion, or those of a default conversion."""
+    wide = wide_matrices(folder, blueprint(config, jnp.float32))
     if not (folder / MANIFEST_FILE).exists():
-        return Conversion(DEFAULT_SKEW, DEFAULT_SOURCE)
+        return Conversion(DEFAULT_SKEW, DEFAULT_SOURCE, wide=wide)
     manifest = read_manifest(folder)
     file = SafetensorsFile(folder / SKEW_FILE)
     losses = {} if manifest.skew == "none" else read_loss(file, config)
-    return Conversion(manifest.skew, manifest.speculate_from, losses)
+    return Conversion(manifest.skew, manifest.speculate_from, losses, wide)

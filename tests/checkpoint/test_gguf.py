@@ -18,9 +18,12 @@ from infinigen_jax.checkpoint.hf_folder import read_config as read_folder_config
 from infinigen_jax.checkpoint.source import open_tensors, read_config
 from infinigen_jax.checkpoint.tensor_names import match
 from infinigen_jax.convert.pipeline import convert
+from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError, UnsupportedModelError
 from infinigen_jax.loading.load import load
 from infinigen_jax.models import blueprint
+from infinigen_jax.models.small_weights import wide_matrices
+from infinigen_jax.planner.forecast import conversion_of
 from infinigen_jax.text.gguf_tokenizer import gguf_tokenizer
 
 # Sizes that every format's blocks of 32 divide; numbers that float32 represents.
@@ -97,6 +100,33 @@ def test_logits_of_quantised_models(kind, tokens, tmp_path):
     assert stored == {Kind.F16: "float16", Kind.BF16: "bfloat16"}.get(kind, "float32")
     logits = logits_of(load(folder, "float32"), tokens)
     np.testing.assert_allclose(logits, made.logits(tokens), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("modules", "wide"), [("down", {"down"}), ("q k v", {"q", "kv"})])
+def test_int4_leaves_the_matrices_that_a_file_has_in_more_bits(
+    modules, wide, tokens, tmp_path, monkeypatch
+):
+    """The others are exact in int4, these in int8."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = make_tiny(tmp_path / "hf", "llama", **SIZES)
+    names = ["embed_tokens", "lm_head", *(f"{name}_proj" for name in modules.split())]
+    others = dict.fromkeys(names, Kind.Q8_0)
+    path = write_gguf(tmp_path / "model.gguf", made, Kind.Q4_1, others=others)
+    for source in (path, convert(path, tmp_path / "out", skew="none")):
+        model = load(source, "float32", weight_dtype="int4")
+        assert [wide_matrices(layer, "int4") for layer in model.params["layers"]] == [wide] * 2
+        assert conversion_of(source, model.config).wide == wide
+        np.testing.assert_allclose(logits_of(model, tokens), made.logits(tokens), atol=1e-4, rtol=0)
+        new = Engine(model, policy="infinigen").generate(tokens[:1], max_new_tokens=8)
+        whole = Engine(load(source, "float32"), policy="infinigen")
+        assert new.tokens == whole.generate(tokens[:1], max_new_tokens=8).tokens
+
+
+def test_projections_that_are_joined_are_wide_together(tmp_path):
+    made = make_tiny(tmp_path / "hf", "llama", **SIZES)
+    for values, wide in ((Kind.Q5_0, {"q", "kv"}), (Kind.Q4_0, set())):
+        path = write_gguf(tmp_path / "a.gguf", made, Kind.Q4_1, others={"v_proj": values})
+        assert conversion_of(path, read_config(path)[1]).wide == wide
 
 
 def test_every_format(tmp_path):
