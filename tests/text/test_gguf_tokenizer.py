@@ -59,7 +59,7 @@ def test_sentencepiece_tokenizers(architecture, tmp_path):
 
 
 def test_runs_of_spaces_of_gemma_are_taken_from_the_left(tmp_path):
-    """As in SentencePiece, the longest first; merges would give two spaces, then three."""
+    """SentencePiece takes the longest first; merges would give two spaces, then three."""
     tokenizer = tokenizer_of(tmp_path, with_tokens(sentencepiece(), 4, "  ", "   "), "gemma3")
     text = "the     fox"
     tokens = [tokenizer.decode([token]) for token in tokenizer.encode(text, False)]
