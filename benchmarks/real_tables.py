@@ -35,7 +35,7 @@ SIZES: Titled = [
 ]
 LOOKUPS = (
     ("needles", "in a text", (1024, 2048, 4096, 7680)),
-    ("pairs", "among numbers", (1024, 2048, 4096)),
+    ("pairs", "among numbers", (1024, 2048, 4096, 7680)),
 )
 RULES: Titled = [
     ("alpha 4 (default)", {"alpha": 4.0}),
