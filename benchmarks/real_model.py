@@ -85,6 +85,8 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
         "1-int4": f"{CONTEXTS} --systems {small}",
         "4": f"1024 4096 --systems {SYSTEMS} --batch 4",
         "8": f"1024 4096 --systems {SYSTEMS} --batch 8",
+        "4-7680": "7680 --systems infinigen full-device transformers-static --batch 4",
+        "8-7680": "7680 --systems infinigen full-device transformers-static --batch 8",
     }.items():
         arguments = f"--trace-steps 0 --contexts {given}"
         add(f"decode-batch-{name}", "benchmarks.decode", arguments, *files)

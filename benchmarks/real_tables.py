@@ -91,6 +91,18 @@ TABLES: Mapping[str, tuple[Titled, Titled, str]] = {
         "",
     ),
     "real sizes": (SIZES, by_text("", "above", "divergence", "fetched", **OWN), "budget"),
+    "real others": (
+        [
+            (OURS[0][0], OWN | {"result": "real-model/budgets-wiki-4096"}),
+            *((title, {**spec, "result": "real-model/others-wiki-4096"}) for title, spec in OTHERS),
+        ],
+        [
+            (f"{100 * budget:.0f} %: {title}", {"budget": budget, "show": show})
+            for budget in (0.02, 0.1)
+            for title, show in (("perplexity", "above"), ("divergence", "divergence"))
+        ],
+        "",
+    ),
     "real lookups": (
         [
             ("full cache", FULL),
