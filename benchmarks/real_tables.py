@@ -103,6 +103,7 @@ TABLES: Mapping[str, tuple[Titled, Titled, str]] = {
         ],
         "",
     ),
+    "real gemma": ([*OURS, *OTHERS], of_one("policies-gemma-8192"), ""),
     "real lookups": (
         [
             ("full cache", FULL),
