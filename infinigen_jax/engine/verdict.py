@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from infinigen_jax.cache.host_array import Placement
+from infinigen_jax.decode.compiler_options import layer_options
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.engine.sampler import Draws
 from infinigen_jax.models import Params
@@ -119,7 +120,7 @@ def verdict_steps(decoder: Decoder) -> VerdictSteps:
     return VerdictSteps(
         begin=program(begin, static_argnames="size"),
         draft=program(draft, donate_argnums=0),
-        judge=program(judge),
+        judge=program(judge, compiler_options=layer_options(decoder)),
     )
 
 
