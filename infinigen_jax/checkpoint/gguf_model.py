@@ -197,7 +197,7 @@ def open_tensors(file: GgufFile) -> dict[str, TensorSource]:
 def wide_tensors(file: GgufFile) -> set[str]:
     """Return the matrices of layers in more than about four bits, by Hugging Face's names.
 
-    Files of a size such as Q4_K_M have some of them; there are none without others in four bits.
+    A file such as Q4_K_M has some. In a file without matrices in four bits, none counts.
     """
     kind = architecture(file)[1]
     matrices = {n: t for n, t in file.tensors.items() if n.startswith("blk.") and len(t.shape) > 1}

@@ -92,6 +92,7 @@ def read_manifest(folder: Path) -> Manifest:
     fields = {field.name for field in dataclasses.fields(Manifest)}
     try:
         manifest = Manifest(**{name: value[name] for name in fields})
+        frozenset(manifest.wide)
         sizes = [(str(f["sha256"]), int(f["size"])) for f in manifest.files.values()]
     except (KeyError, TypeError, ValueError, AttributeError):
         raise InputError(f"{path}: damaged, fields are missing; {AGAIN}") from None

@@ -255,6 +255,12 @@ class Form(NamedTuple):
     weight_dtype: str | None
     wide: frozenset[str] = frozenset()
 
+    def of_source(self, source: Path, config: ModelConfig) -> "Form":
+        """Return the form with the source's wide matrices, which matter with int4 alone."""
+        if self.weight_dtype != "int4":  # the header of a GGUF file takes a while to read
+            return self
+        return self._replace(wide=wide_matrices(source, blueprint(config, self.dtype)))
+
     def blueprint(self, config: ModelConfig) -> Blueprint:
         """Return the blueprint of the weights in this form."""
         return blueprint(config, self.dtype, self.weight_dtype, self.wide)
@@ -276,7 +282,7 @@ def _load_converted(folder: Path, form: Form, verify: bool, source: Path | None 
     _, config = read_config(folder)
     skewing = read_skew(folder, manifest, config)
     dtype, architecture = form.dtype, blueprint(config, form.dtype)
-    form = form._replace(wide=wide_matrices(source or folder, architecture))
+    form = form.of_source(source or folder, config)
     room = check_room(source or folder, form.blueprint(config), form.weights)
     tensors = open_tensors(source) if source else _listed_tensors(folder, manifest)
     sources = match(tensors, architecture, source or folder)
@@ -351,8 +357,7 @@ def _load_through_cache(
                 notify(f"the cached conversion is unusable; converting again ({error})")
         else:
             # Refuse a model that does not fit before the conversion.
-            wide = wide_matrices(source, blueprint(config, form.dtype))
-            check_room(source, form._replace(wide=wide).blueprint(config), form.weights)
+            check_room(source, form.of_source(source, config).blueprint(config), form.weights)
             notify(f"{source} is not converted yet: converting it into {destination}")
         with progress_bar() as progress:
             convert(source, destination, force=True, sidecar=True, progress=progress)

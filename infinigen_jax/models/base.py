@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 from infinigen_jax.models.linear import Matrix
 from infinigen_jax.models.packed import part_of, split
 from infinigen_jax.models.rope import Rope, rotation
-from infinigen_jax.models.small_weights import dtype_of, small_dtype, wide_matrices
+from infinigen_jax.models.small_weights import dtype_of, small_form
 
 if TYPE_CHECKING:
     from infinigen_jax.models.llama import Embedding, Layer
@@ -183,10 +183,8 @@ class Blueprint(NamedTuple):
 
     def fitted(self, params: Params) -> "Blueprint":
         """Return the blueprint of modules with weights of these parameters' form."""
-        small = small_dtype(params)
-        if small is None:
-            return self
-        return blueprint(self.config, self.dtype, small, wide_matrices(params, small))
+        small, wide = small_form(params)
+        return self if small is None else blueprint(self.config, self.dtype, small, wide)
 
 
 @functools.cache

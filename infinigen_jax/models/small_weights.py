@@ -39,19 +39,20 @@ CODES = {
 Params = dict[str, Any]
 
 
+def small_form(params: Params) -> tuple[str | None, frozenset[str]]:
+    """Return the smallest dtype of the matrices of a layer, and the names of those in another.
+
+    The dtype is None if they are as loaded.
+    """
+    dtypes = {n: CODES[part["codes"].dtype] for n, part in params.items() if "codes" in part}
+    smallest = max(dtypes.values(), key=WEIGHT_DTYPES.index, default=None)
+    wide = {name for name, dtype in dtypes.items() if dtype != smallest}
+    return smallest, frozenset(wide | {"q", "kv"} if "qkv" in wide else wide)
+
+
 def small_dtype(params: Params) -> str | None:
     """Return the smallest dtype of the matrices of a layer; None if they are as loaded."""
-    return max(_dtypes(params).values(), key=WEIGHT_DTYPES.index, default=None)
-
-
-def wide_matrices(params: Params, dtype: str) -> frozenset[str]:
-    """Return the names of the small matrices of a layer that have another dtype."""
-    names = {name for name, own in _dtypes(params).items() if own != dtype}
-    return frozenset(names | {"q", "kv"} if "qkv" in names else names)
-
-
-def _dtypes(params: Params) -> dict[str, str]:
-    return {name: CODES[part["codes"].dtype] for name, part in params.items() if "codes" in part}
+    return small_form(params)[0]
 
 
 def shrink(params: Params, dtype: str, wide: Set[str] = frozenset()) -> Params:

@@ -22,7 +22,7 @@ from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError, UnsupportedModelError
 from infinigen_jax.loading.load import load
 from infinigen_jax.models import blueprint
-from infinigen_jax.models.small_weights import wide_matrices
+from infinigen_jax.models.small_weights import small_form
 from infinigen_jax.planner.forecast import conversion_of
 from infinigen_jax.text.gguf_tokenizer import gguf_tokenizer
 
@@ -114,7 +114,7 @@ def test_int4_leaves_the_matrices_that_a_file_has_in_more_bits(
     path = write_gguf(tmp_path / "model.gguf", made, Kind.Q4_1, others=others)
     for source in (path, convert(path, tmp_path / "out", skew="none")):
         model = load(source, "float32", weight_dtype="int4")
-        assert [wide_matrices(layer, "int4") for layer in model.params["layers"]] == [wide] * 2
+        assert [small_form(layer) for layer in model.params["layers"]] == [("int4", wide)] * 2
         assert conversion_of(source, model.config).wide == wide
         np.testing.assert_allclose(logits_of(model, tokens), made.logits(tokens), atol=1e-4, rtol=0)
         new = Engine(model, policy="infinigen").generate(tokens[:1], max_new_tokens=8)

@@ -135,6 +135,7 @@ def test_damaged_manifest(tiny, tmp_path):
         ({"skew": "other"}, "'other' is unknown"),
         ({"files": {}}, "damaged"),
         ({"files": None}, "damaged"),
+        ({"wide": 5}, "damaged"),
         ({"files": {"../x": {"sha256": "", "size": 1}}}, "'../x' is not a file name"),
         ({"files": {"config.json": {"sha256": "", "size": 1}}}, "without infinigen.safetensors"),
     ):
