@@ -63,6 +63,12 @@ COLUMNS: Titled = [
 ]
 
 
+def against_others(ours: str, others: str) -> Titled:
+    """Return rows of two results of WikiText-2: InfiniGen's, and the other policies'."""
+    rows = [(OURS[0][0], OWN | {"result": f"real-model/{ours}"})]
+    return [*rows, *((title, {**s, "result": f"real-model/{others}"}) for title, s in OTHERS)]
+
+
 def by_text(result: str, *shows: str, **spec: Any) -> Titled:
     """Return columns: some values for each text."""
     titles = {"above": "perplexity", "divergence": "divergence", "fetched": "fetched"}
@@ -92,15 +98,17 @@ TABLES: Mapping[str, tuple[Titled, Titled, str]] = {
     ),
     "real sizes": (SIZES, by_text("", "above", "divergence", "fetched", **OWN), "budget"),
     "real others": (
-        [
-            (OURS[0][0], OWN | {"result": "real-model/budgets-wiki-4096"}),
-            *((title, {**spec, "result": "real-model/others-wiki-4096"}) for title, spec in OTHERS),
-        ],
+        against_others("budgets-wiki-4096", "others-wiki-4096"),
         [
             (f"{100 * budget:.0f} %: {title}", {"budget": budget, "show": show})
             for budget in (0.02, 0.1)
             for title, show in (("perplexity", "above"), ("divergence", "divergence"))
         ],
+        "",
+    ),
+    "real long": (
+        against_others("length-wiki-8192", "others-wiki-8192"),
+        of_one("", budget=0.05),
         "",
     ),
     "real gemma": ([*OURS, *OTHERS], of_one("policies-gemma-8192"), ""),
