@@ -67,6 +67,7 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     score("budgets", 4096, "0.02 0.1", "full infinigen")
     score("others", 4096, "0.02 0.1", "full oracle quest window h2o", "wiki")
     score("others", 8192, "0.05", "full oracle quest window h2o", "wiki")
+    score("memory", 4096, "0.05 --dense-layers 4", "full window h2o", "wiki")
     score("settings", 4096, "0.05", SETTINGS)
     score("rules", 4096, "0.05", RULES)
     recall = f"--budget 0.05 --window 4096 --context 3840 --windows 2 --policy {RECALL}"
