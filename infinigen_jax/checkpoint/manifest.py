@@ -61,7 +61,7 @@ class Manifest:
         calibration: {"text_sha256": ..., "tokens": ...}, or None with skew "none".
         speculate_from: hidden state that the corrected query is computed from, one of
             `settings.policy.SOURCES`.
-        wide: names of matrices that int4 would not hold, see `source.wide_matrices`.
+        wide: names of matrices that int4 leaves in int8, see `source.wide_matrices`.
         sources, files: {"name": {"sha256": ..., "size": ...}} of the files read and written.
     """
 
@@ -92,7 +92,7 @@ def read_manifest(folder: Path) -> Manifest:
     fields = {field.name for field in dataclasses.fields(Manifest)}
     try:
         manifest = Manifest(**{name: value[name] for name in fields})
-        frozenset(manifest.wide)
+        frozenset(manifest.wide)  # a TypeError if they are not names
         sizes = [(str(f["sha256"]), int(f["size"])) for f in manifest.files.values()]
     except (KeyError, TypeError, ValueError, AttributeError):
         raise InputError(f"{path}: damaged, fields are missing; {AGAIN}") from None

@@ -38,7 +38,7 @@ def open_tensors(source: Path) -> dict[str, TensorSource]:
 
 
 def wide_matrices(source: Path, architecture: Blueprint) -> frozenset[str]:
-    """Return the names of a layer's matrices that int4 would not hold: see `gguf_model`.
+    """Return the names of a layer's matrices in more than four bits: `gguf_model.wide_tensors`.
 
     Layers share programs, so that a matrix is wide in all of them if it is in one.
     """
