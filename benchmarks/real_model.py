@@ -24,7 +24,7 @@ from infinigen_jax.errors import InputError, Parser, run_command
 SCORED = 512  # tokens scored at the end of each window
 AHEAD = "infinigen:query=corrected"  # selects a layer ahead, the default on a GPU
 POLICIES = f"full infinigen {AHEAD} oracle quest"
-OTHERS = "window h2o infinigen-paper previous-query"  # much worse: on one text
+OTHERS = "window h2o infinigen-paper previous-query"  # much worse: with one length
 SETTINGS = (
     f"full infinigen infinigen:layer_budgets=equal {AHEAD} "
     "infinigen:query=corrected,layer_budgets=equal"
@@ -52,7 +52,7 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
 
     def score(name: str, length: int, budgets: str, policies: str, *of: str) -> None:
         for text in of or texts:
-            more = OTHERS if (name, text, length) == ("policies", "wiki", 4096) else ""
+            more = OTHERS if (name, length) == ("policies", 4096) else ""
             size = f"--window {length} --windows {options.windows} --context {length - SCORED}"
             add(
                 f"{name}-{text}-{length}",
@@ -65,8 +65,8 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     score("policies", 2048, "0.05", POLICIES)
     score("length", 8192, "0.05 0.1", "full infinigen")
     score("budgets", 4096, "0.02 0.1", "full infinigen")
-    score("others", 4096, "0.02 0.1", "full oracle quest window h2o", "wiki")
-    score("others", 8192, "0.05", "full oracle quest window h2o", "wiki")
+    score("others", 4096, "0.02 0.1", "full oracle quest window h2o")
+    score("others", 8192, "0.05", "full oracle quest window h2o")
     score("memory", 4096, "0.05 --dense-layers 4", "full window h2o", "wiki")
     score("settings", 4096, "0.05", SETTINGS)
     score("rules", 4096, "0.05", RULES)
