@@ -33,9 +33,8 @@ from benchmarks.systems import new_tokens
 from benchmarks.waves import Bench
 from infinigen_jax.cache.host_array import Placement, default_mesh
 from infinigen_jax.errors import run_command
-from infinigen_jax.loading.load import Model
+from infinigen_jax.loading.load import Model, load
 from infinigen_jax.machine.memory_limits import tree_bytes
-from infinigen_jax.models.small_weights import shrink_model
 from infinigen_jax.planner import bandwidths
 
 SETTINGS = (
@@ -65,15 +64,14 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
         jax.config.update("jax_enable_compilation_cache", False)
     began = time.monotonic()
     model, config = shapes.model_of(options, max(options.contexts) + new_tokens(options) + 2)
-    # Place them where engines want them, or each engine would make a copy.
-    placed = jax.device_put(model.params, Placement(default_mesh()).whole)
-    model = dataclasses.replace(model, params=placed)
     other, difference = None, None
     if set(options.systems) & set(presets.THEIRS):
         other, difference = _other(model, config)
     if options.weight_dtype:
-        small = shrink_model(model.params, options.weight_dtype)
-        model = dataclasses.replace(model, params=small)
+        model = load(options.model, dtype=options.dtype, weight_dtype=options.weight_dtype)
+    # Place them where engines want them, or each engine would make a copy.
+    placed = jax.device_put(model.params, Placement(default_mesh()).whole)
+    model = dataclasses.replace(model, params=placed)
     rates = machine.memory_read_bandwidth(), bandwidths.host_to_device_bandwidth()
     described = machine.describe()
     sizes = {

@@ -35,6 +35,7 @@ from infinigen_jax.prefill.prefill import chunk_for
 
 PEAK = ("temporaries", "resident", "dense")  # parts of the peak, without weights and index
 SYSTEMS = ("infinigen", "transformers")
+SETTINGS = ("shape", "dtype", "rounds", "batch")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -46,6 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--shape", choices=shapes.SHAPES, default="llama", help="shape of the random model")
     add("--dtype", default="float32")
     add("--prompts", type=int, nargs="*", default=[4096, 16384], metavar="N", help="timed")
+    add("--batch", type=int, default=1, help="prompts read together (default 1)")
     add("--memory", type=int, nargs="*", default=[4096, 16384, 65536], metavar="N")
     add("--rounds", type=int, default=3, help="timed rounds, both systems in each (default 3)")
     add("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS, metavar="NAME")
@@ -71,31 +73,31 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
     result: dict[str, Any] = {
         "benchmark": "prefill",
         "machine": machine.describe(),
-        "settings": {name: getattr(options, name) for name in ("shape", "dtype", "rounds")},
+        "settings": {name: getattr(options, name) for name in SETTINGS},
         "model": options.model and Path(options.model).name,
         "attention": attention(engine, max([*options.prompts, *options.memory])),
         "memory": [memory(engine, tokens) for tokens in options.memory],
         "times": [],
     }
-    systems: dict[str, Callable[[list[int]], float]] = {}
-    systems["infinigen"] = lambda prompt: engine.start([prompt], max_new_tokens=1).clock.prefill
+    systems: dict[str, Callable[[list[list[int]]], float]] = {}
+    systems["infinigen"] = lambda prompts: engine.start(prompts, max_new_tokens=1).clock.prefill
     if options.prompts and "transformers" in options.systems:
         from benchmarks.torch_systems import Transformers, logits_difference, torch_model
 
         other = torch_model(model, config)
         difference = logits_difference(model, other, shapes.prompt(model.config, 64))
         result["logits_relative_difference"] = difference
-        systems["transformers"] = lambda prompt: (
-            Transformers(other, "transformers", [prompt], 1).prefill_seconds
+        systems["transformers"] = lambda prompts: (
+            Transformers(other, "transformers", prompts, 1).prefill_seconds
         )
     write_json(path, result)
     for tokens in options.prompts:
-        prompt = shapes.prompt(model.config, tokens)
-        engine.start([prompt], max_new_tokens=1)  # compiles
+        prompts = [shapes.prompt(model.config, tokens, 1 + i) for i in range(options.batch)]
+        engine.start(prompts, max_new_tokens=1)  # compiles
         rounds = []
         while len(rounds) < options.rounds and (not rounds or time.monotonic() < deadline):
-            rounds.append({name: systems[name](prompt) for name in options.systems})
-        result["times"].append(summary(tokens, rounds))
+            rounds.append({name: systems[name](prompts) for name in options.systems})
+        result["times"].append(summary(tokens, options.batch, rounds))
         write_json(path, result)
         if time.monotonic() >= deadline:
             break
@@ -108,14 +110,14 @@ def attention(engine: Engine, tokens: int) -> str:
     return "cuDNN" if "__cudnn$fmha" in program.as_text() else "XLA"
 
 
-def summary(tokens: int, rounds: list[dict[str, float]]) -> dict[str, Any]:
+def summary(tokens: int, batch: int, rounds: list[dict[str, float]]) -> dict[str, Any]:
     """Return medians, and the median ratio of the rounds; the ratio is None for a single system."""
     ratios = [r["transformers"] / r["infinigen"] for r in rounds if len(r) == len(SYSTEMS)]
     seconds = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
     return {
         "tokens": tokens,
         "rounds": rounds,
-        "tokens_per_second": {name: tokens / value for name, value in seconds.items()},
+        "tokens_per_second": {name: batch * tokens / value for name, value in seconds.items()},
         "transformers_over_infinigen": statistics.median(ratios) if ratios else None,
     }
 

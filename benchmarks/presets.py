@@ -83,7 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--contexts", type=int, nargs="+", default=[1024, 4096, 16384], metavar="N")
     add("--batch", type=int, default=1, help="sequences (default 1)")
     add("--dtype", choices=DTYPES, default="float32")
-    add("--weight-dtype", choices=WEIGHT_DTYPES, help="small weights, in this package alone")
+    add("--weight-dtype", choices=WEIGHT_DTYPES, help="small weights of --model, ours alone")
     add("--systems", nargs="+", type=system, default=list(SYSTEMS), metavar="NAME")
     add("--tokens", type=int, default=32, help="tokens timed per round (default 32)")
     add("--rounds", type=int, default=5, help="timed rounds (default 5)")
@@ -130,6 +130,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--contexts: each must be at least 1")
     if options.model and not options.text:
         parser.error("--model: give --text as well, for the prompts")
+    if options.weight_dtype and not options.model:
+        parser.error("--weight-dtype: give --model as well")
     if set(options.systems) & set(LLAMA_CPP) and not options.gguf:
         options.systems = [name for name in options.systems if name not in LLAMA_CPP]
     return options

@@ -64,12 +64,6 @@ def shrink(params: Params, dtype: str, wide: Set[str] = frozenset()) -> Params:
     }
 
 
-def shrink_model(params: Params, dtype: str) -> Params:
-    """Return a model's parameters with small matrices."""
-    layers = [shrink(layer, dtype) for layer in params["layers"]]
-    return {"embedding": shrink(params["embedding"], dtype), "layers": layers}
-
-
 def dtype_of(name: str, dtype: str, wide: Set[str] = frozenset()) -> str:
     """Return the dtype of a matrix: with int4, `wide` ones, embeddings and logits are int8."""
     return "int8" if dtype == "int4" and name in {"tokens", "head", *wide} else dtype

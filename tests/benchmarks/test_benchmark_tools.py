@@ -1,6 +1,7 @@
 """The smaller benchmarks at toy sizes: transfer, selection, hot set, and the GPU session."""
 
 import json
+import statistics
 
 import numpy as np
 import pytest
@@ -120,7 +121,7 @@ def test_prompts_are_timed(tmp_path, monkeypatch, capsys):
     pytest.importorskip("torch")
     monkeypatch.setattr(machine, "memory_read_bandwidth", lambda: 1e10)
     path = tmp_path / "prefill.json"
-    given = "--shape toy --prompts 64 80 --rounds 2 --memory 128 256 --cap-seconds 600"
+    given = "--shape toy --prompts 64 80 --batch 2 --rounds 2 --memory 128 256 --cap-seconds 600"
     assert prefill.main([*given.split(), "--json", str(path)]) == 0
     found = json.loads(path.read_text())
     assert [entry["tokens"] for entry in found["times"]] == [64, 80]
@@ -129,6 +130,8 @@ def test_prompts_are_timed(tmp_path, monkeypatch, capsys):
         ratios = [r["transformers"] / r["infinigen"] for r in entry["rounds"]]
         assert len(ratios) == 2
         assert min(ratios) <= entry["transformers_over_infinigen"] <= max(ratios)
+        seconds = statistics.median(r["infinigen"] for r in entry["rounds"])
+        assert entry["tokens_per_second"]["infinigen"] == 2 * entry["tokens"] / seconds
     assert found["logits_relative_difference"] < 1e-4
     short, long = (entry["temporaries"] for entry in found["memory"])
     assert 0 < short <= long

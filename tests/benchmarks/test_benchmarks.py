@@ -181,7 +181,10 @@ def test_time_cap_leaves_a_result_that_says_so(tmp_path):
 @pytest.mark.bench
 def test_small_weights_of_this_package(tmp_path):
     path = tmp_path / "small.json"
+    text = tmp_path / "text.txt"
+    text.write_text("It was a bright cold day in April. " * 20)
     arguments = "--preset smoke --contexts 96 --steps 6 --trace-steps 0 --weight-dtype int8"
+    arguments += f" --model books-llama --text {text}"
     arguments += f" --systems full-device transformers --json {path}"
     assert decode.main(arguments.split()) == 0
     result = json.loads(path.read_text())

@@ -30,7 +30,6 @@ from infinigen_jax.models.small_weights import (
     product,
     rows_of,
     shrink,
-    shrink_model,
     shrink_part,
 )
 from infinigen_jax.settings.engine import WEIGHT_DTYPES
@@ -138,6 +137,11 @@ def test_one_row_in_a_step_makes_no_full_matrix(dtype):
 
 
 # Engines.
+
+
+def shrink_model(params: Params, dtype: str) -> Params:
+    layers = [shrink(layer, dtype) for layer in params["layers"]]
+    return {"embedding": shrink(params["embedding"], dtype), "layers": layers}
 
 
 @functools.cache
