@@ -19,6 +19,7 @@ from infinigen_jax import generate, plan
 from infinigen_jax.cli.options import load_engine
 from infinigen_jax.decode.compiler_options import step_options
 from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.verdict import verdict_steps
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.loading.load import Model, embedded, load
 from infinigen_jax.machine.memory_limits import tree_bytes
@@ -202,6 +203,18 @@ def test_loading(dtype, weights):
     model = load(embedded(), "float32", weight_dtype=dtype, weights=weights)
     expected = shrink_model(load(embedded(), "float32").params, dtype)
     jax.tree.map(np.testing.assert_array_equal, model.params, expected)
+
+
+@pytest.mark.usefixtures("shallow")
+def test_logits_of_a_verification_make_no_full_matrix():
+    model = load(embedded(), "float32", weight_dtype="int8")
+    engine, tokens = Engine(model, lossless=True), jnp.ones((1, 6), jnp.int32)
+    one, active = jnp.ones((1,), jnp.int32), jnp.ones((1,), bool)
+    x, params = jnp.ones((*tokens.shape, model.config.hidden_size)), engine.weights.params
+    judge = verdict_steps(engine.decoder).judge
+    lowered = judge.lower(params["embedding"], x, tokens, one, active, one, None)
+    memory = lowered.compile().memory_analysis()
+    assert memory.temp_size_in_bytes < model.config.vocab_size * model.config.hidden_size
 
 
 def test_a_dtype_that_does_not_exist():
