@@ -12,6 +12,7 @@ from infinigen_jax.files.regular import expanded
 
 NAME = r"[\w-][\w.-]*"
 HUB_ID = re.compile(rf"({NAME}/{NAME})(/{NAME}\.gguf)?")
+PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 # Files at the top of a repository. Others repeat the weights (`onnx/`, `consolidated.safetensors`).
 SETTINGS = ("config.json", *SIDE_FILES)
 WEIGHTS = (
@@ -50,10 +51,18 @@ def fetched(name: str | Path, revision: str | None = None, weights: bool = True)
         folder = _snapshot(model, revision, *SETTINGS, *patterns)
         if any(folder.glob(f"{patterns[0]}*")):
             return folder
-    raise InputError(
-        f"{name}: has no {SAFETENSORS} or {TORCH} on the hub; name a .gguf file of it as "
-        f"{name}/FILE.gguf, or choose another model"
-    )
+    files = _gguf_files(model, revision)
+    remedy = f"name one of its files, such as {' or '.join(files)}" if files else "choose another"
+    raise InputError(f"{name}: has no {SAFETENSORS} or {TORCH} on the hub; {remedy}")
+
+
+def _gguf_files(model: str, revision: str | None) -> list[str]:
+    """Return the GGUF files of a model, each with its whole name; parts of a model are left out."""
+    with _explained(model, revision):
+        from huggingface_hub import list_repo_files
+
+        paths = (f"{model}/{file}" for file in list_repo_files(model, revision=revision))
+    return [path for path in paths if HUB_ID.fullmatch(path) and not PART.search(path)]
 
 
 def _snapshot(name: str, revision: str | None, *patterns: str) -> Path:

@@ -37,7 +37,8 @@ OTHERS = {
 REPOSITORIES = {
     "org/sharded": NEEDED | OTHERS,
     "org/torch": {"config.json": CONFIG, "pytorch_model.bin": b"x", "tokenizer.json": b"{}"},
-    "org/quantised": {"a.gguf": b"a", "b.gguf": b"b"},
+    "org/quantised": {"a.gguf": b"a", "b.gguf": b"b", "c-00001-of-00002.gguf": b"c"},
+    "org/adapter": {"config.json": CONFIG, "adapter_model.safetensors": b"x"},
     "org/experts": {"config.json": b'{"model_type": "mixtral"}', "model.safetensors": b"x"},
     "org/private": {"config.json": CONFIG, "model.safetensors": b"x"},
 }
@@ -143,7 +144,8 @@ REFUSED = {
     "org/absent@@": "no such folder here, and no such model on the hub",
     "org/private@@": "access is restricted; accept its terms on the hub, then set HF_TOKEN",
     "org/sharded@odd@": "has no revision 'odd' on the hub",
-    "org/quantised@@": "name a .gguf file of it as org/quantised/FILE.gguf",
+    "org/quantised@@": "such as org/quantised/a.gguf or org/quantised/b.gguf\n",
+    "org/adapter@@": "no model.safetensors or pytorch_model.bin on the hub; choose another\n",
     "org/quantised/c.gguf@@": "no such file on the hub",
     "./org/sharded@main@": "revision main: ./org/sharded is not a model on the hub",
 }
@@ -171,7 +173,7 @@ def test_only_needed_files_are_fetched(ask, answers):
 def test_refusals_in_one_line(ask, answers):
     lines = answers[len(FETCHED) :]
     for (request, message), line in zip(REFUSED.items(), lines, strict=True):
-        assert message in line and request.partition("@")[0] in line
+        assert message in f"{line}\n" and request.partition("@")[0] in line
     assert names(ask("org/private@@", HF_TOKEN="secret")[0]) == {"config.json", "model.safetensors"}
     unreachable = ask("org/new@@", HF_ENDPOINT="http://127.0.0.1:9")
     assert len(unreachable) == 1 and "the hub cannot be reached" in unreachable[0]
