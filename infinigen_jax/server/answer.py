@@ -41,11 +41,16 @@ class Piece:
 
 
 class Answer:
-    """Answer in progress; `tokens` include one that ended it, `matcher` is None for any text."""
+    """Answer in progress.
+
+    `tokens` include one that ended it, `matcher` is None for any text, and `last` is the time of
+    the last token.
+    """
 
     def __init__(self, tokenizer: Any, job: Job, number: int):
         self.job, self.number = job, number
         self.tokens: list[int] = []
+        self.last = 0.0
         self.matcher = None if job.matcher is None else job.matcher.deep_copy()
         context = job.tokens[-MOST_HELD:] if job.continues else ()
         self._stream, self._filter = TextStream(tokenizer, context), StopFilter(job.stop)

@@ -8,7 +8,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from infinigen_jax.server.answer import Piece
 from infinigen_jax.server.guard import Guard, refusal
 from infinigen_jax.server.job import BusyError, Job, RefusedError, UnavailableError
 from infinigen_jax.server.prompts import Prompts
-from infinigen_jax.server.protocol import NEUTRAL, ChatCompletion, Completion
+from infinigen_jax.server.protocol import NEUTRAL, UNSUPPORTED, ChatCompletion, Completion
 from infinigen_jax.server.scheduler import Scheduler
 from infinigen_jax.server.wire import ChatWire, CompletionWire, Wire
 
@@ -109,15 +109,15 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        path = [str(part) for part in first["loc"] if part != "body"]
+        first = _reason(error.errors())
+        path = [str(x) for x in first["loc"] if x not in ("body", "str") and "[" not in str(x)]
         field, message = (path or ["body"])[0], first["msg"].removeprefix("Value error, ")
         if first["type"] == "json_invalid":
             return refusal(400, "body: it is not JSON")
         if not path and not request.headers.get("content-type", "").startswith("application/json"):
             return refusal(400, "body: it is not JSON; send Content-Type: application/json")
-        if first["type"] == "extra_forbidden" or field in NEUTRAL:
-            message = "this parameter is not supported"
+        if field in NEUTRAL:
+            message = UNSUPPORTED
         if field == "prompt":
             message, path = "give a text, token numbers, or a list of either", [field]
         named, separator, _ = message.partition(": ")
@@ -135,6 +135,14 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
         return _failure(error)
+
+
+def _reason(errors: Sequence[Any]) -> Any:
+    """Return the first error; of what may be a text or a list, and is a list, that of the list."""
+    first, *others = errors
+    if first["loc"][-1] == "str":
+        return next((error for error in others if error["type"] != "list_type"), first)
+    return first
 
 
 def _failure(error: Exception) -> Response:
@@ -176,6 +184,7 @@ def _add_status(app: FastAPI, scheduler: Scheduler, service: Service) -> None:
         "has_chat_template": bool(scheduler.engine.model.tokenizer.chat_template),
     }
 
+    @app.get("/v1/models/", include_in_schema=False)
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [entry]}

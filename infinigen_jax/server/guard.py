@@ -30,7 +30,7 @@ class Guard:
 
     def __init__(self, app: Any, api_key: str | None, body_limit: int, body_seconds: float):
         self._app, self._limit, self._seconds = app, body_limit, body_seconds
-        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+        self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -43,7 +43,8 @@ class Guard:
         headers = dict(scope["headers"])
         if not self._admits(scope, headers.get(b"authorization", b"")):
             message, code = "the API key is missing or wrong", "invalid_api_key"
-            await refusal(401, message, code=code, headers=CLOSE)(scope, receive, send)
+            asked = {"www-authenticate": "Bearer"} | CLOSE
+            await refusal(401, message, code=code, headers=asked)(scope, receive, send)
             return
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._limit:
@@ -54,9 +55,10 @@ class Guard:
 
     def _admits(self, scope: Any, presented: bytes) -> bool:
         guarded = scope["path"].startswith(("/v1", "/metrics", "/version", "/docs", "/openapi"))
-        if self._expected is None or not guarded or scope["method"] == "OPTIONS":
+        if self._key is None or not guarded or scope["method"] == "OPTIONS":
             return True
-        return hmac.compare_digest(presented, self._expected)
+        scheme, _, key = presented.partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)
 
     def _limited(self, receive: Any) -> Any:
         """Return `receive` with limits on the size and the time of the whole body."""

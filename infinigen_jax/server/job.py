@@ -44,6 +44,7 @@ class Job:
         continues: whether the answer's text continues the prompt's, as in completions.
         send: called in the scheduler's thread with each piece, or an error that ended the job.
         cancelled: set by other threads; no piece is sent afterwards.
+        outcome: reason for `cancelled`.
     """
 
     tokens: list[int]
@@ -59,6 +60,7 @@ class Job:
     continues: bool
     send: "Callable[[Piece | Exception], None]"
     cancelled: bool = False
+    outcome: str = "cancelled"
     cached_tokens: int = 0
     read_tokens: int = 0  # of the prompt, cached ones included
     new_tokens: int = 0

@@ -57,7 +57,7 @@ class Metrics:
         self.host_bytes = gauge("host_cache_bytes", "Host bytes of the batch's KV cache")
         self.compilations = gauge("compilations_after_warmup", "XLA compilations; 0 is expected")
         self._first = histogram("first_token_seconds", "Time to the first token", SECONDS)
-        self._between = histogram("token_seconds", "Time between two tokens of a request", SECONDS)
+        self._between = histogram("token_seconds", "Time between two tokens of an answer", SECONDS)
         self._whole = histogram("request_seconds", "Time of a request", SECONDS)
         self._length = histogram("request_prompt_tokens", "Length of a prompt", TOKENS)
 

@@ -17,6 +17,7 @@ from infinigen_jax.settings.setting import options_of
 from infinigen_jax.text.templates import render_chat
 
 NORMALISED = 4  # characters that a normaliser may make one
+NO_PARAMETERS = {"type": "object", "properties": {}}
 MAX_TOKENS = 16  # of a completion, as in OpenAI's interface
 
 
@@ -55,11 +56,15 @@ class Prompts:
                 if message["role"] == "developer":
                     message["role"] = "system"
         tools = [tool.model_dump() for tool in body.tools_offered] or None
+        for tool in tools or ():
+            function = tool["function"]  # templates read the parameters of each
+            function["parameters"] = function.get("parameters") or NO_PARAMETERS
         if tools and "tools" not in template:
             raise RefusedError("tools: this model's chat template has no place for them", "tools")
+        self._check_length(sum(len(message["content"]) for message in messages), "messages")
         try:
             text = render_chat(template, messages, self.tokenizer.special_tokens, tools=tools)
-            self._check_length(text, "messages")
+            self._check_length(len(text), "messages")
             tokens = self.tokenizer.encode(text, add_special_tokens=False)
         except InputError as error:
             message = str(error).partition("; give another")[0]
@@ -69,7 +74,7 @@ class Prompts:
     def _checked(self, prompt: str | list[int], body: Generating, param: str) -> list[int]:
         self._check_options(body)
         if isinstance(prompt, str):
-            self._check_length(prompt, param)
+            self._check_length(len(prompt), param)
         try:
             tokens = self._engine.encode(prompt)
         except InputError as error:
@@ -85,10 +90,10 @@ class Prompts:
             raise RefusedError(message, param, code=code)
         return tokens
 
-    def _check_length(self, text: str, param: str) -> None:
-        if len(text) > self._most_characters:
+    def _check_length(self, characters: int, param: str) -> None:
+        if characters > self._most_characters:
             raise RefusedError(
-                f"{param}: {len(text)} characters exceed the context of {self._context} tokens; "
+                f"{param}: {characters} characters exceed the context of {self._context} tokens; "
                 "shorten the prompt",
                 param,
                 code="context_length_exceeded",

@@ -1,4 +1,7 @@
-"""Checked requests of OpenAI's interface. Unsupported parameters are refused, never ignored."""
+"""Checked requests of OpenAI's interface. Unsupported parameters are refused, never ignored.
+
+The first error of a list ends its check: an error for each of a million items would take minutes.
+"""
 
 import abc
 import json
@@ -21,16 +24,28 @@ from infinigen_jax.settings.setting import options_of
 MOST_ANSWERS = 8
 MOST_STOPS = 16
 
+UNSUPPORTED = "this parameter is not supported"
 # Parameters that only their neutral value is accepted for.
 NEUTRAL = (*("best_of", "logit_bias", "modalities", "service_tier", "store", "suffix"),)
-Tokens = Annotated[list[int], Field(min_length=1)]
+Tokens = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 Stop = str | Annotated[list[str], Field(max_length=MOST_STOPS)]
 
 
 class Strict(BaseModel):
-    """Part of a request, without fields of other names."""
+    """Request or part of one, without fields of other names; null counts as absent."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        given = {name: value for name, value in given.items() if value is not None}
+        if unknown := next((name for name in given if name not in known), None):
+            raise ValueError(f"{unknown}: {UNSUPPORTED}")
+        return given
 
 
 class StreamOptions(Strict):
@@ -62,20 +77,20 @@ class Format(Strict):
         return self
 
 
-class Generating(BaseModel, abc.ABC):
+class Generating(Strict, abc.ABC):
     """Parameters that both kinds of completions share.
 
     Settings of `Sampling` have its names and limits, and OpenAI's limit of the temperature.
     Parameters in NEUTRAL are accepted with their neutral value alone.
     """
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
-
     model: str
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = None
-    top_k: int | None = Field(None, description="0 for all")
+    top_k: Annotated[int, AfterValidator(lambda k: 0 if k == -1 else k)] | None = Field(
+        None, description="0 or -1 for all"
+    )
     min_p: float | None = None
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -92,7 +107,10 @@ class Generating(BaseModel, abc.ABC):
     lossless: bool | None = Field(None, description="As the server: verified by the full cache")
     heat_map: bool | None = Field(None, description="Stream which cached tokens each token fetched")
     user: str | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    metadata: dict[str, Any] | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -135,7 +153,7 @@ class Generating(BaseModel, abc.ABC):
 class Completion(Generating):
     """Body of /v1/completions."""
 
-    prompt: str | Tokens | Annotated[list[str | Tokens], Field(min_length=1)]
+    prompt: str | Tokens | Annotated[list[str | Tokens], Field(min_length=1, fail_fast=True)]
     logprobs: int | None = Field(None, ge=0, le=MOST_LOG_PROBS)
     echo: bool | None = None
     suffix: Literal[""] | None = None
@@ -161,11 +179,13 @@ class Completion(Generating):
 
 
 def _parsed(arguments: Any) -> Any:
-    """Return the arguments of a call, which clients send as the text of a JSON object."""
+    """Return the arguments of a call, which clients send as the text of a JSON object, or none."""
     try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
+        return json.loads(arguments.strip() or "{}") if isinstance(arguments, str) else arguments
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"not the text of a JSON object ({error})") from None
 
 
 class TextPart(Strict):
@@ -211,8 +231,8 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    tool_calls: list[ToolCall] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
 
     def for_template(self) -> dict[str, Any]:
         """Return the message with its content as one text."""
@@ -225,18 +245,15 @@ class Message(BaseModel):
 class ChatCompletion(Generating):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOG_PROBS)
     response_format: Format | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     modalities: list[Literal["text"]] | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    metadata: dict[str, str] | None = None
 
     @property
     def top(self) -> int | None:
@@ -257,7 +274,7 @@ class ChatCompletion(Generating):
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> "ChatCompletion":
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs")
         if self.schema_of_answer is not None and self.ignore_eos:
             raise ValueError("response_format: not with ignore_eos")

@@ -44,6 +44,7 @@ class Scheduler:
         self._waiting: collections.deque[Job] = collections.deque()
         self._intakes: list[Intake] = []
         self._compiled = 0
+        self._free = limits.batch  # sequences without a request, before the step in progress
         self._prefixes = None
         if limits.prefix_bytes:
             sizes = limits.capacity, limits.chunk, limits.prefix_bytes
@@ -60,7 +61,7 @@ class Scheduler:
         with self._wake:
             if self._stopping or not self.ready.is_set() or self.failure is not None:
                 raise UnavailableError
-            if len(self._waiting) + len(jobs) > self.limits.waiting:
+            if len(self._waiting) + len(jobs) > self.limits.waiting + self._free:
                 raise BusyError
             self._waiting += jobs
             self._wake.notify()
@@ -148,7 +149,9 @@ class Scheduler:
     def _wait(self) -> bool:
         """Wait for work; return False when stopping."""
         with self._wake:
-            self._metrics.queue(len(self._waiting) + len(self._intakes), len(self._batch.running))
+            running, begun = len(self._batch.running), len(self._intakes)
+            self._metrics.queue(len(self._waiting) + begun, running)
+            self._free = max(0, self.limits.batch - running - begun)
             while not (self._stopping or self._waiting or self._intakes or self._batch.running):
                 self._wake.wait()
             return not self._stopping
@@ -208,7 +211,7 @@ class Scheduler:
         for sequence in [sequence for sequence, each in running.items() if each.job in dropped]:
             self._batch.leave(sequence)
         for job in dict.fromkeys(dropped):
-            self._metrics.done(job, "cancelled")
+            self._metrics.done(job, job.outcome)
 
     def _join(self) -> None:
         """Give sequences to the answers of complete prompts."""
@@ -235,13 +238,13 @@ class Scheduler:
         piece = answer.push(new.token, new.choice)
         if new.heat is not None:
             piece = dataclasses.replace(piece, heat=new.heat)
-        self._send(new.sequence, job, piece)
+        self._send(new.sequence, answer, piece)
 
-    def _send(self, sequence: int, job: Job, piece: Piece) -> None:
-        now = time.perf_counter()
+    def _send(self, sequence: int, answer: Answer, piece: Piece) -> None:
+        now, job = time.perf_counter(), answer.job
         job.new_tokens += 1
-        self._metrics.token(now - (job.last or job.arrived), first=not job.first)
-        job.first, job.last = job.first or now, now
+        self._metrics.token(now - (answer.last or job.arrived), first=not answer.last)
+        job.first, job.last, answer.last = job.first or now, now, now
         if piece.finish is not None:
             self._batch.leave(sequence)
             job.finished += 1
@@ -253,7 +256,7 @@ class Scheduler:
     def _refuse(self, job: Job, problem: str) -> None:
         """End a request if llguidance cannot follow its schema any further."""
         job.send(RefusedError(f"response_format: {problem}", "response_format"))
-        job.cancelled = True
+        job.outcome, job.cancelled = "refused", True
 
     def _fail(self, error: Exception, *, begun_only: bool = False) -> None:
         """End every request with an error, or those that have begun."""

@@ -126,17 +126,20 @@ class CompletionWire(Wire):
     def _log_probs(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
         if self.body.top is None:
             return None
-        count = self.body.top
-        # Of tokens with equal texts, keep the likeliest.
-        top = [
-            {self._text(t): value for t, value in reversed(s.choice.top[:count])} for s in scores
-        ]
         return {
             "tokens": [self._text(score.token) for score in scores],
             "token_logprobs": [score.choice.log_prob for score in scores],
-            "top_logprobs": top if count else None,
+            "top_logprobs": [self._top(score) for score in scores] if self.body.top else None,
             "text_offset": [score.offset for score in scores],
         }
+
+    def _top(self, score: TokenScore) -> dict[str, float]:
+        """Return the likeliest tokens, best first, and the drawn one."""
+        top: dict[str, float] = {}
+        drawn = score.token, score.choice.log_prob
+        for token, value in (*score.choice.top[: self.body.top], drawn):
+            top.setdefault(self._text(token), value)  # of equal texts, the likeliest
+        return top
 
 
 class ChatWire(Wire):

@@ -1,10 +1,12 @@
-"""Program that renders one chat template; `templates` starts it. Imports nothing of the package.
+"""Program that renders chat templates; `templates` starts it. Imports nothing of the package.
 
 A template of a model folder is untrusted code. Jinja's sandbox isolates it from the interpreter but
 not from endless loops or excessive memory, and a single operation may run forever. Limits of the
-operating system on a separate process stop all of them.
+operating system on a separate process stop all of them. Each task is a fork of this process, which
+has imported Jinja and reads no task itself.
 """
 
+import contextlib
 import datetime
 import functools
 import json
@@ -15,6 +17,7 @@ import sys
 from typing import Any
 
 FAILURE = 3  # exit status if no error can be reported
+ENDED = "its process ended, perhaps by too much memory or too deep a recursion"
 
 
 def limit(seconds: float, memory: int) -> None:
@@ -65,16 +68,38 @@ def render(task: dict[str, Any]) -> dict[str, str]:
     return {"text": text}
 
 
+def run(task: bytes, seconds: float) -> bytes:
+    """Run a task in a process of its own and return its result."""
+    source, target = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            given = json.loads(task)
+            limit(seconds, given["memory"])
+            with os.fdopen(target, "w") as pipe:
+                pipe.write(json.dumps(render(given)))
+            os._exit(0)
+        finally:
+            os._exit(FAILURE)
+    os.close(target)
+    with os.fdopen(source, "rb") as pipe:
+        result = pipe.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status == 0:
+        return result
+    slow = f"it runs for more than {seconds:g} s"
+    return json.dumps({"error": slow if status == -signal.SIGPROF else ENDED}).encode()
+
+
 def main() -> None:
-    """Read a task from stdin and write the result to stdout, both as JSON."""
-    task = json.loads(sys.stdin.buffer.read())
-    limit(task["seconds"], task["memory"])
-    sys.stdout.write(json.dumps(render(task)))
-    sys.stdout.flush()
+    """Answer lines "SECONDS TASK" of stdin with lines of results; both are JSON."""
+    with contextlib.suppress(ImportError):  # which every task reports
+        environment()  # imports Jinja
+    for line in sys.stdin.buffer:
+        seconds, _, task = line.partition(b" ")
+        sys.stdout.buffer.write(run(task, float(seconds)) + b"\n")
+        sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BaseException:
-        os._exit(FAILURE)
+    main()

@@ -1,9 +1,12 @@
 """Chat templates of model folders, rendered within limits of time, memory and length."""
 
+import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +45,10 @@ def render_chat(
     task = {
         "template": template,
         "variables": special_tokens | inputs,
-        "seconds": seconds,
         "memory": MEMORY,
         "characters": CHARACTERS,
     }
-    result = _run(task)
+    result = _worker.run(task, seconds)
     if "error" in result:
         raise InputError(
             f"the chat template refuses this ({result['error']}); give another as `chat_template`"
@@ -54,26 +56,52 @@ def render_chat(
     return result["text"]
 
 
-def _run(task: dict[str, Any]) -> dict[str, str]:
-    """Run a task in a worker process and return its result.
+class Worker:
+    """Process that renders templates, one at a time; it starts again if it has ended.
 
-    A fresh process, because a fork would inherit locks held by this process's threads. It uses this
-    process's import path and ignores Python's environment variables.
+    Its import path is this process's. It ignores Python's environment variables, and ends with this
+    process, whose end it reads from its input.
     """
-    command = [sys.executable, "-I", "-S", "-c", START]
-    try:
-        completed = subprocess.run(
-            [*command, str(Path(template_worker.__file__)), *filter(None, sys.path)],
-            input=json.dumps(task).encode(),
-            capture_output=True,
-            timeout=BACKSTOP,
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self, task: dict[str, Any], seconds: float) -> dict[str, str]:
+        """Return the result of a task, which may take this processor time."""
+        line = f"{seconds} {json.dumps(task)}\n".encode()
+        with self._lock:
+            process = self._process
+            if process is None or process.poll() is not None:
+                process = self._process = self._start()
+            assert process.stdin is not None and process.stdout is not None
+            backstop = threading.Timer(BACKSTOP, _kill, [process])
+            backstop.start()
+            try:
+                process.stdin.write(line)
+                process.stdin.flush()
+                return json.loads(process.stdout.readline())
+            except (OSError, ValueError):
+                _kill(process)
+                return {"error": template_worker.ENDED}
+            finally:
+                backstop.cancel()
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        path = [str(Path(template_worker.__file__)), *filter(None, sys.path)]
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", START, *path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             process_group=0,  # Ctrl-C at a terminal is for this process
         )
-    except subprocess.TimeoutExpired:
-        return {"error": f"it runs for more than {BACKSTOP} s"}
-    if completed.returncode == -signal.SIGPROF:
-        return {"error": f"it runs for more than {task['seconds']:g} s"}
-    try:
-        return json.loads(completed.stdout)
-    except ValueError:
-        return {"error": "its process ended, perhaps by too much memory or too deep a recursion"}
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    """End a worker and the task that it runs."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+_worker = Worker()

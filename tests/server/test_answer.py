@@ -62,13 +62,16 @@ class Bytes(Letters):
 
 
 def test_log_probabilities_by_text():
-    """The likeliest of the tokens with one text counts, and a token keeps its space."""
+    """Of tokens with one text, the likeliest counts. The drawn one is listed, with its space."""
     body = Completion.model_validate({"model": "m", "prompt": "a", "logprobs": 3})
     wire = CompletionWire("m", body, Bytes(), [[97]])
-    score = TokenScore(32, Choice(-1.0, [(32, -1.0), (200, -2.0), (201, -5.0)]), 0)
-    wire.add(0, Piece(0, " ", (score,), "stop"))
+    top = [(32, -1.0), (200, -2.0), (201, -5.0)]
+    scores = TokenScore(32, Choice(-1.0, top), 0), TokenScore(66, Choice(-9.0, top), 1)
+    wire.add(0, Piece(0, " B", scores, "stop"))
     numbers = {"new_tokens": 1, "cached_tokens": 0, "fetched_fraction": 0, "tokens_per_second": 0}
     job: Any = SimpleNamespace(tokens=[97], **numbers)
     (choice,) = wire.whole([job])["choices"]
-    assert choice["logprobs"]["tokens"] == [" "]
-    assert choice["logprobs"]["top_logprobs"] == [{" ": -1.0, "\ufffd": -2.0}]
+    assert choice["logprobs"]["tokens"] == [" ", "B"]
+    first, second = (list(top.items()) for top in choice["logprobs"]["top_logprobs"])
+    assert first == [(" ", -1.0), ("\ufffd", -2.0)]
+    assert second == [*first, ("B", -9.0)]

@@ -47,11 +47,14 @@ def test_samples_depend_on_the_seed_alone(server: Served):
     expected = server.expected([PROMPT] * 2, sampling, ignore_eos=True).texts
     greedy = server.expected([LONG], max_new_tokens=60, ignore_eos=True).texts[0]
     before = server.scheduler.late_compilations
+    names = "infinigen_first_token_seconds_count", "infinigen_token_seconds_count"
+    first, further = map(server.metric, names)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         other = pool.submit(server.complete, LONG, max_tokens=60, extra_body=IGNORE)
         answer = server.complete(PROMPT, **settings, n=2, extra_body=extra | IGNORE)
         assert [choice.text for choice in answer.choices] == expected
         assert other.result().choices[0].text == greedy
+    assert [*map(server.metric, names)] == [first + 3, further + 19 + 19 + 59]
     assert expected[0] != expected[1]
     assert server.complete(PROMPT, temperature=1).choices[0].text != expected[0]  # alone
     assert server.scheduler.late_compilations == before

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from serving import CONTEXT, ROWS, Served, serving, small_engine
 
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.serve import start_logging
 from infinigen_jax.server.job import BusyError, Job, UnavailableError
 from infinigen_jax.server.limits import Limits
+from infinigen_jax.server.protocol import ChatCompletion, Completion
 from infinigen_jax.server.scheduler import Scheduler
 
 BODY = {"model": "small", "prompt": "Once upon a time", "max_tokens": 2}
@@ -68,6 +70,36 @@ def test_malformed_bodies(served: Served, body):
     assert "/" not in content["error"]["message"] and "Traceback" not in str(content)
 
 
+MANY = 20_000
+USER = {"role": "user", "content": "x"}
+MANY_ERRORS: list[dict[str, Any]] = [
+    {"prompt": [1.5] * MANY},
+    {"prompt": [[1.5]] * MANY},
+    {"prompt": [{}] * MANY},
+    {"messages": [1] * MANY},
+    {"messages": [USER | {"content": [1] * MANY}]},
+    {"messages": [USER | {"tool_calls": [1] * MANY}]},
+    {"messages": [USER], "tools": [1] * MANY},
+    {"messages": [USER], "stop": [1] * MANY},
+    {"messages": [USER], "metadata": {str(i): i for i in range(MANY)}},
+    {"messages": [USER], "logit_bias": {str(i): "x" for i in range(MANY)}},
+    {"messages": [USER], "response_format": {str(i): i for i in range(MANY)}},
+    {"messages": [USER], **{str(i): i for i in range(MANY)}},
+]
+
+
+@pytest.mark.parametrize("wrong", MANY_ERRORS, ids=range(len(MANY_ERRORS)))
+def test_errors_are_few_however_large_a_body_is(wrong):
+    """Otherwise they would occupy the server for minutes, and gigabytes of memory."""
+    kind = ChatCompletion if "messages" in wrong else Completion
+    try:
+        kind.model_validate({"model": "small"} | wrong)
+    except ValidationError as error:
+        assert error.error_count() < 10
+    else:
+        assert "metadata" in wrong
+
+
 def test_a_body_without_its_type(served: Served):
     headers = {"Content-Type": "application/x-www-form-urlencoded"}  # as curl sends it
     content = served.request("POST", "/v1/completions", BODY, headers)[2]
@@ -77,10 +109,12 @@ def test_a_body_without_its_type(served: Served):
 def test_api_key(strict: Served):
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
         for path in ("/v1/models", "/metrics"):
-            status, _, content = strict.request("GET", path, headers=headers)
+            status, answered, content = strict.request("GET", path, headers=headers)
             assert (status, content["error"]["code"]) == (401, "invalid_api_key")
+            assert answered["www-authenticate"] == "Bearer"
         assert strict.request("POST", "/v1/completions", BODY, headers)[0] == 401
-    assert strict.request("POST", "/v1/completions", BODY, KEY)[0] == 200
+    for key in (KEY, {"Authorization": "bearer  secret"}):
+        assert strict.request("POST", "/v1/completions", BODY, key)[0] == 200
     assert strict.request("GET", "/health")[0] == strict.request("GET", "/")[0] == 200
 
 
@@ -171,6 +205,8 @@ def test_full_queue_and_shutdown(served: Served, monkeypatch):
         def send(piece: Any) -> None:
             if isinstance(piece, Exception):
                 ended.append(piece)
+
+        scheduler.submit([job(1, send), job(1, send)])  # all run at once
 
         def is_full() -> bool:
             """Three answers run, two prompts are read ahead, and one waits."""

@@ -171,15 +171,25 @@ def test_a_budget_of_a_request(served: Served):
 
 
 def test_null_is_as_left_out(served: Served):
-    none = dict.fromkeys(("echo", "ignore_eos", "heat_map", "budget", "lossless", "top_k"))
-    answer = served.complete(PROMPT, extra_body=none)
+    names = "echo", "ignore_eos", "heat_map", "budget", "lossless", "top_k", "store", "unknown"
+    answer = served.complete(PROMPT, extra_body=dict.fromkeys(names))
     assert answer.choices[0].text == served.expected([PROMPT]).texts[0]
+
+
+def test_values_that_change_nothing(served: Served):
+    neutral = {"top_k": -1, "store": False, "metadata": {"a": "b"}, "logit_bias": {}}
+    assert served.complete(PROMPT, extra_body=neutral).choices[0].text
+    messages = [{"role": "user", "content": "x"}]
+    settings = {"model": "small", "messages": messages, "max_tokens": 1}
+    answer = served.client.chat.completions.create(**settings, extra_body={"top_logprobs": 0})
+    assert answer.choices[0].logprobs is None
 
 
 def test_models(served: Served):
     (model,) = served.client.models.list().data
     assert (model.id, model.max_model_len) == ("small", CONTEXT)
     assert served.client.models.retrieve("small").id == "small"
+    assert served.request("GET", "/v1/models/")[2] == served.request("GET", "/v1/models")[2]
     with pytest.raises(openai.NotFoundError):
         served.client.models.retrieve("other")
     with pytest.raises(openai.NotFoundError) as missing:

@@ -108,6 +108,7 @@ WRONG_FORMATS: list[dict[str, Any]] = [
     {"type": "json_schema"},
     *({"type": "json_schema", "json_schema": {"name": "x", "schema": s}} for s in WRONG_SCHEMAS),
 ]
+USER = {"role": "user", "content": "x"}
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     *(("response_format", {"response_format": wrong}) for wrong in WRONG_FORMATS),
@@ -119,7 +120,17 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("messages", {"messages": [called("{")]}),
     ("messages", {"messages": [called("[" * 100_000)]}),
     ("messages", {"messages": [{"role": "user", "content": [IMAGE]}]}),
+    ("messages", {"messages": [{"role": "user", "content": "x" * 10**7}]}),
 ]
+MESSAGES = {  # of the error, and the settings that cause it
+    "messages.0.content.0: image_url: this parameter": {"messages": REFUSED[-2][1]["messages"]},
+    "messages.0.content: Input should be a valid string": {
+        "messages": [{"role": "user", "content": 1}]
+    },
+    "stop: List should have at most 16 items": {"stop": ["x"] * 17},
+    "messages.0.tool_calls.0.function.arguments: not the text": {"messages": [called("{")]},
+    "messages: 10000000 characters exceed the context": REFUSED[-1][1],
+}
 
 
 @pytest.mark.parametrize(("field", "settings"), REFUSED)
@@ -128,6 +139,14 @@ def test_refused_parameters_of_chats_are_named(served: Served, field, settings):
         ask(served, **settings)
     error: Any = caught.value.body
     assert error["param"] == field and field in error["message"]
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_errors_name_the_part_of_a_request(served: Served, message):
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(served, **MESSAGES[message])
+    error: Any = caught.value.body
+    assert error["message"].startswith(message)
 
 
 def test_tools_go_to_the_template(served: Served):
@@ -147,6 +166,14 @@ def test_tools_go_to_the_template(served: Served):
 
     assert length(tools=TOOLS) == expected("[weather]" + text)
     assert length(tools=TOOLS, tool_choice="none") == length() == expected(text)
+    messages[1] = called("")
+    assert length() == expected(text.replace("weather Rome", "f "))
+
+
+def test_templates_get_parameters_of_every_tool(served: Served, monkeypatch):
+    template = "{{ tools[0].function.parameters.properties | tojson }}" + TEMPLATE
+    monkeypatch.setattr(served.engine.model.tokenizer, "chat_template", template)
+    assert ask(served, tools=[{"type": "function", "function": {"name": "f"}}], max_tokens=1)
 
 
 def test_tools_need_a_template_with_tools(served: Served, monkeypatch):

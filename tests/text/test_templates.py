@@ -1,5 +1,6 @@
 """Chat templates: transformers' texts, and an end within a second in any case."""
 
+import concurrent.futures
 import time
 from typing import Any
 
@@ -71,6 +72,14 @@ def test_hostile_templates_end_with_one_line(template):
         render_chat(template, MESSAGES, {}, seconds=0.3)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 1200
     assert time.monotonic() - before < 3
+    assert render_chat("{{ messages[1].content }}", MESSAGES, {}) == MESSAGES[1]["content"]
+
+
+def test_threads_get_their_own_texts():
+    names = [str(number) for number in range(40)]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        texts = pool.map(lambda name: render_chat("{{ name }}", MESSAGES, {"name": name}), names)
+    assert list(texts) == names
 
 
 def test_the_limit_is_processor_time():
