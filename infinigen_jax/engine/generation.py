@@ -129,6 +129,7 @@ class Run(Batch):
             [self._prompts[i] for i in numbers],
             [self._streams[i] for i in numbers],
             drawn,
+            others=self._sampling,
         )
 
     def _draw(self, sampler: Sampler, given: Prefilled | Stepped) -> Drawn:

@@ -47,12 +47,14 @@ class Sampler:
     """Sampling of a batch's sequences.
 
     The draws of a sequence depend on its settings and number of draws, not on the other sequences.
-    Settings are data: a change compiles nothing. A greedy batch takes the step's most likely tokens
-    as they are.
+    Settings are data. Three kinds of batches have programs of their own: greedy ones, which take
+    the step's most likely tokens as they are, others, and those with penalties.
 
     Args:
         prompts: tokens of each sequence so far, for the repetition penalty.
         streams: stream of random numbers of each sequence; 0 by default, see `sampling.uniforms`.
+        others: settings of sequences that may join; they count for the kind of the batch from the
+            beginning, so that it never changes.
     """
 
     def __init__(
@@ -63,20 +65,27 @@ class Sampler:
         prompts: Sequence[Sequence[int]],
         streams: Sequence[int] | None = None,
         drawn: int = 0,
+        others: Sequence[Sampling] = (),
     ):
-        self._at, self._programs = Placement(mesh), sampling_programs(mesh)
+        self._at, self._programs, self._others = Placement(mesh), sampling_programs(mesh), others
         self._vocabulary, self._sampling = vocabulary, list(samplings)
         self._streams = np.array(streams or [0] * len(self._sampling), np.int32)
         self._steps = np.full(len(self._sampling), drawn, np.int32)
         self._history: History | None = None
-        if any(sampling.penalises for sampling in self._sampling):
+        if self._penalises:
             self._history = self._put(self._empty_history(prompts))
         self._place()
 
     @property
     def greedy(self) -> bool:
         """Whether the most likely token of every sequence is taken."""
-        return all(sampling.greedy and not sampling.penalises for sampling in self._sampling)
+        if self._penalises:
+            return False
+        return all(sampling.greedy for sampling in (*self._sampling, *self._others))
+
+    @property
+    def _penalises(self) -> bool:
+        return any(sampling.penalises for sampling in (*self._sampling, *self._others))
 
     def draw(
         self,
@@ -142,7 +151,7 @@ class Sampler:
     def leave(self, sequence: int) -> None:
         """Forget the settings of a sequence that has ended."""
         self._sampling[sequence] = Sampling()
-        if not any(sampling.penalises for sampling in self._sampling):
+        if not self._penalises:
             self._history = None
 
     def _place(self) -> None:

@@ -1,8 +1,11 @@
 """Sampling settings of each sequence in a batch, penalties and log-probabilities."""
 
 import numpy as np
+import pytest
 from runtime import NEW, SPARSE, engine, finished, numbers, tokens_of
 
+from infinigen_jax.engine.sampler import sampling_programs
+from infinigen_jax.engine.verdict import verdict_steps
 from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.settings.sampling import Sampling
 
@@ -36,6 +39,20 @@ def test_a_change_of_settings_compiles_nothing():
     for temperature in (0.5, 0.9):
         alone(PROMPTS[0], Sampling(temperature=temperature, top_p=temperature, top_k=3, seed=1))
     assert compilations() == before
+
+
+@pytest.mark.parametrize("lossless", [False, True])
+@pytest.mark.parametrize("kinds", [(0, 0, 1), (1, 1, 2), (2, 1, 1)])
+def test_settings_of_prompts_that_wait_or_end_compile_nothing_late(kinds, lossless, monkeypatch):
+    """The programs are those of all prompts' settings from the first step."""
+    monkeypatch.setattr("infinigen_jax.programs.program.program_folder", lambda: None)
+    for programs in (sampling_programs, verdict_steps):
+        programs.cache_clear()
+    options = {"lossless": True, "draft_tokens": 2} if lossless else {}
+    settings = [SETTINGS[kind] for kind in kinds]
+    made = engine("one", SPARSE, 0, **options)
+    answer = made.generate(PROMPTS[:3], settings, NEW, batch=2, ignore_eos=True)
+    assert answer.stats.compilations_after_warmup == 0
 
 
 def test_equal_prompts_draw_differently_and_the_first_as_it_would_alone():
