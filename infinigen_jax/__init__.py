@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from infinigen_jax.engine.conversation import Conversation
     from infinigen_jax.engine.engine import Engine
     from infinigen_jax.engine.generation import Run
-    from infinigen_jax.engine.results import Generation, Step
+    from infinigen_jax.engine.results import Choice, Generation, Step
     from infinigen_jax.engine.settings import EngineSettings
     from infinigen_jax.engine.stats import Stats
     from infinigen_jax.errors import InputError, UnsupportedModelError
@@ -30,7 +30,7 @@ _HOMES = {
     "loading.load": ("Basis", "Model", "embedded", "load"),
     "engine.conversation": ("Conversation",),
     "engine.engine": ("Engine",),
-    "engine.results": ("Generation", "Step"),
+    "engine.results": ("Choice", "Generation", "Step"),
     "engine.settings": ("EngineSettings",),
     "errors": ("InputError", "UnsupportedModelError"),
     "engine.generation": ("Run",),
@@ -42,6 +42,7 @@ _HOMES = {
 
 __all__ = [
     "Basis",
+    "Choice",
     "Conversation",
     "Engine",
     "EngineSettings",

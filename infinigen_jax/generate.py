@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from infinigen_jax.prefill.prefill import Notify
 
 Say = Callable[[str], None]
+PROMPT_HELP = "prompt; may be given several times (default: stdin, or a sample if it is empty)"
 
 
 def build_parser() -> Parser:
@@ -52,7 +53,7 @@ def build_parser() -> Parser:
     )
     add = parser.add_argument_group("model and prompts").add_argument
     add_model_options(add)
-    add("--prompt", action="append", metavar="TEXT", help="prompt; may be given several times")
+    add("--prompt", action="append", metavar="TEXT", help=PROMPT_HELP)
     add("--prompt-file", metavar="F", help="file whose whole text is one more prompt")
     add("--prefix", metavar="TEXT", help="text before every prompt; read and stored once")
     add("--prefix-file", metavar="F", help="file whose whole text is the prefix")

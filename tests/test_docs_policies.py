@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from runtime import slow_except
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("shallow")
 
 PAGE = ROOT / "docs" / "policies.md"
 BLOCK = re.compile(r"^```python\n# (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-OUTSIDE = "my_policy.py"
+OUTSIDE, WATCH = "my_policy.py", "watch.py"
 POLICY, TEST = "infinigen_jax/policies/key_norm.py", "tests/test_key_norm.py"
 BLOCKS = dict(BLOCK.findall(PAGE.read_text()))
 TESTS = re.findall(r"^def (test_\w+)", BLOCKS[TEST], re.MULTILINE)
@@ -61,7 +62,14 @@ def test_the_page_tells_every_flag():
 
 
 def test_it_is_one_file_and_one_test():
-    assert list(BLOCKS) == [OUTSIDE, POLICY, TEST] and len(TESTS) == 4
+    assert list(BLOCKS) == [OUTSIDE, WATCH, POLICY, TEST] and len(TESTS) == 4
+
+
+def test_selections_are_watched():
+    names: dict[str, Any] = {}
+    exec(BLOCKS[WATCH], names)
+    requests = [record for record in names["records"] if record is not None]
+    assert requests and all(count.min() > 0 for _, count in requests)
 
 
 def test_a_file_outside_the_package(tmp_path, monkeypatch, command):

@@ -20,7 +20,9 @@ from infinigen_jax.errors import InputError, UnsupportedModelError
 from infinigen_jax.files.regular import LARGEST_JSON, expanded, open_regular, read_json
 from infinigen_jax.models import ModelConfig, config_from_hf
 from infinigen_jax.models.hf import end_tokens, language_model
+from infinigen_jax.numeric import listed
 
+EMBEDDED = ("books-llama", "tiny-llama", "tiny-opt")  # models in this package, by name
 SAFETENSORS = "model.safetensors"
 TORCH = "pytorch_model.bin"
 LARGEST_SIDE_FILE = 8 * LARGEST_JSON  # bytes; tokenizers have up to 35 MB
@@ -74,7 +76,7 @@ def checked_folder(path: str | Path) -> Path:
         raise InputError(f"{folder}: is a file; give a .gguf file or the folder of config.json")
     raise InputError(
         f"{folder}: no such folder; give a model's folder, a .gguf file, org/name on the hub or an "
-        "embedded model: books-llama, tiny-llama or tiny-opt"
+        f"embedded model: {listed(EMBEDDED)}"
     )
 
 

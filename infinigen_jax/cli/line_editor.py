@@ -39,14 +39,19 @@ def _editor() -> Callable[[], str | None]:
     )
 
     def read() -> str | None:
+        warned = False
         while True:
             try:
                 return session.prompt(PROMPT, prompt_continuation=". ")
             except EOFError:
                 return None
-            except KeyboardInterrupt:  # drops the typed text; ends on an empty line
-                if not session.default_buffer.text:
+            except KeyboardInterrupt:  # drops the typed text; twice on an empty line, it ends
+                if session.default_buffer.text:
+                    continue
+                if warned:
                     return None
+                warned = True
+                print("Ctrl-C again or Ctrl-D ends the conversation", file=sys.stderr)
 
     return read
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from infinigen_jax.policies import Policy
 
 DEFAULT_MODEL = "books-llama"
-# `loading.EMBEDDED` would import JAX.
+# `checkpoint.hf_folder.EMBEDDED` would import JAX.
 MODEL_HELP = (
     "converted or Hugging Face folder, .gguf file, model on the hub (org/name), or an embedded "
     f"model: {DEFAULT_MODEL} (default), tiny-llama or tiny-opt"
@@ -156,17 +156,21 @@ def policy_settings(policy: "Policy") -> dict[str, Any]:
 
 
 def unused_options(arguments: argparse.Namespace) -> list[str]:
-    """Return a line for each given option that no chosen policy takes, see `make_policy`."""
+    """Return a line for each given option that changes nothing: of other policies, or of draws."""
     several = isinstance(arguments.policy, list)
     names = arguments.policy if several else [arguments.policy]
     taken: set[str] = set()
     for kind, named in map(read_policy, names):
         taken |= _chosen(kind, named, arguments).keys()
-    return [
+    lines = [
         f"--{_flag(name)}: no effect with --policy {' '.join(names)}"
         for name in given(arguments, POLICY_OPTIONS)
         if name not in taken
     ]
+    if hasattr(arguments, "temperature") and not arguments.temperature:
+        draws = given(arguments, ("top_k", "top_p", "min_p", "seed"))
+        lines += [f"--{_flag(name)}: no effect without --temperature" for name in draws]
+    return lines
 
 
 def options_without_effect(arguments: argparse.Namespace, engine: "Engine") -> list[str]:
@@ -206,9 +210,10 @@ def read_policy(text: str) -> tuple[Any, dict[str, Any]]:
     for part in rest.split(",") if rest else []:
         setting, _, value = part.partition("=")
         if setting not in kinds:
-            raise ParameterError(
-                "policy", f"{setting!r} is no setting; use {', '.join(kinds)}", text
-            )
+            known = setting in {field.name for field in dataclasses.fields(policy)}
+            kind = "a setting for Python alone" if known else "no setting"
+            problem = f"{setting!r} is {kind}; use {', '.join(kinds)}"
+            raise ParameterError("policy", problem, text)
         settings[setting] = _value(text, value, kinds[setting])
     return policy, settings
 

@@ -82,7 +82,10 @@ def read_prompts(arguments: argparse.Namespace, say: Messages) -> list[str]:
         prompts.append(read_text("prompt_file", arguments.prompt_file))
     if prompts or arguments.chat:
         return prompts
-    return [read_stdin(say) or DEFAULT_PROMPT]
+    if not (prompt := read_stdin(say)):
+        prompt = DEFAULT_PROMPT
+        say(f"no prompt was given; this one is used: {prompt}")
+    return [prompt]
 
 
 def read_stdin(say: Messages) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
-from infinigen_jax.checkpoint.hf_folder import SAFETENSORS, TensorSource
+from infinigen_jax.checkpoint.hf_folder import EMBEDDED, SAFETENSORS, TensorSource
 from infinigen_jax.checkpoint.hub import fetched
 from infinigen_jax.checkpoint.manifest import (
     AHEAD_FILE,
@@ -108,6 +108,8 @@ def convert(
     Raises:
         InputError: names the file or setting at fault and the remedy.
     """
+    if str(source) in EMBEDDED and not Path(source).exists():
+        raise InputError(f"{source}: an embedded model is converted already; load it by its name")
     if skew not in SKEWS:
         raise ParameterError("skew", f"use {listed(SKEWS)}", skew)
     if speculate_from is None:

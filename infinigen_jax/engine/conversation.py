@@ -15,13 +15,12 @@ import hashlib
 import json
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 
 from infinigen_jax.checkpoint.manifest import read_manifest
-from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.engine.encoding import Prompt, encode
 from infinigen_jax.engine.generation import Run
 from infinigen_jax.engine.lossless import make_run
@@ -35,6 +34,7 @@ from infinigen_jax.engine.snapshot import arrays, layout, restore
 from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.loading.load import Model
 from infinigen_jax.models.packed import split
+from infinigen_jax.models.small_weights import small_dtype
 from infinigen_jax.numeric import check_range
 from infinigen_jax.settings.sampling import Sampling
 from infinigen_jax.settings.setting import defaults_of
@@ -170,7 +170,7 @@ class Conversation:
             raise InputError(f"{path}: no conversation yet; give a prompt first")
         record = {
             "model": fingerprint(self.runtime.model),
-            "settings": settings_of(self.runtime.decoder),
+            "settings": settings_of(self.runtime),
             "sampling": dataclasses.asdict(self.sampling),
             "context": self.context,
             "cached": self.cached,
@@ -242,6 +242,7 @@ class Conversation:
 
 # Settings missing from older files, with the values in effect then.
 LATER = {"speculate_from": "input", "tail_columns": "0"}
+LATER |= {"weight dtype": "as dtype", "lossless": "False"}
 
 
 def check_runtime(runtime: Runtime) -> None:
@@ -264,21 +265,23 @@ def fingerprint(model: Model) -> str:
     return digest.hexdigest()
 
 
-def settings_of(decoder: Decoder) -> dict[str, str]:
+def settings_of(runtime: Runtime) -> dict[str, str]:
     """Return the settings that a continuation depends on."""
-    policy: Any = decoder.policy
+    decoder, policy = runtime.decoder, cast(Any, runtime.decoder.policy)
     return {
         "policy": policy.name,
         **{name: str(value) for name, value in dataclasses.asdict(policy).items()},
         "dense layers": str(decoder.dense_layers),
         "rows": decoder.rows,
         "dtype": decoder.dtype.name,
+        "weight dtype": small_dtype(runtime.model.params["layers"][0]) or "as dtype",
+        "lossless": str(runtime.settings.lossless),
     }
 
 
 def _check_settings(path: str | Path, record: dict[str, Any], runtime: Runtime) -> None:
     """Raise InputError for a conversation with another model or other settings."""
-    current = settings_of(runtime.decoder)
+    current = settings_of(runtime)
     saved = {name: value for name, value in LATER.items() if name in current} | record["settings"]
     differences = [
         f"{name} {saved[name]}, not {value}"

@@ -1,6 +1,8 @@
 """Encoding of prompts, given as text or token numbers, as token numbers."""
 
-from collections.abc import Sequence
+import numbers
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from infinigen_jax.errors import InputError, ParameterError
@@ -19,14 +21,29 @@ def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     Raises:
         InputError: if a prompt is neither text nor token numbers.
     """
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
-        return [prompts]  # pyright: ignore[reportReturnType]
-    for prompt in prompts:
-        if isinstance(prompt, int) or not hasattr(prompt, "__len__"):
+    given: Any = _listed(prompts)
+    if isinstance(given, str) or (given and isinstance(given, list) and _is_token(given[0])):
+        return [given]
+    for prompt in given if isinstance(given, list) else [given]:
+        if isinstance(prompt, Mapping):
+            raise ParameterError("prompts", "messages become token numbers with `encode_chat`")
+        if not isinstance(_listed(prompt), str | list):
             kind = type(prompt).__name__
             problem = f"a prompt is text or a list of token numbers, not {kind}"
             raise ParameterError("prompts", problem)
-    return list(prompts)  # pyright: ignore[reportReturnType]
+    return given
+
+
+def _listed(given: Any) -> Any:
+    """Return arrays and sequences as lists; other values as they are."""
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        return list(given)
+    as_list = getattr(given, "tolist", None)
+    return given if as_list is None else as_list()
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) or getattr(value, "shape", None) == ()
 
 
 def encode(model: Model, prompt: Prompt, *, first: bool = True) -> list[int]:
@@ -45,7 +62,10 @@ def encode(model: Model, prompt: Prompt, *, first: bool = True) -> list[int]:
         if model.tokenizer is None:
             raise InputError("this model has no tokenizer; give prompts as token numbers")
         prompt = model.tokenizer.encode(prompt, add_special_tokens=first)
-    tokens = [int(token) for token in prompt]
+    try:
+        tokens = [operator.index(token) for token in _listed(prompt)]
+    except TypeError as error:
+        raise ParameterError("prompts", f"a token is a whole number ({error})") from None
     if not tokens:
         raise ParameterError("prompts", "the prompt has no tokens; give at least one")
     check_vocabulary("prompts", tokens, model.config.vocab_size)

@@ -218,7 +218,7 @@ class Engine:
         Raises:
             InputError: for a context larger than the model's positions, or an engine with a pool.
         """
-        return Conversation(self.runtime, sampling, context)
+        return Conversation(self.runtime, samplings(sampling, 1)[0], context)
 
     def resume(self, path: str | Path) -> "Conversation":
         """Resume a saved conversation with the same model and settings.

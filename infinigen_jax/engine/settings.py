@@ -29,9 +29,11 @@ class EngineSettings(EngineOptions):
         if not isinstance(self.policy, Policy):
             raise ParameterError(
                 "policy",
-                f"{self.policy!r} is not a policy; give InfiniGen(budget=0.1), or a name: "
-                f"{', '.join(POLICIES)}",
+                f"{self.policy!r} is not a policy; give InfiniGen(budget=0.1) or another instance "
+                f"(docs/api.md), or a name: {', '.join(POLICIES)}",
             )
+        if self.pool is not None and not isinstance(self.pool, Pool):
+            raise ParameterError("pool", "give Pool(tokens=4096) or Pool(share=0.8)", self.pool)
         check_pool(self.pool, self.policy)
         given = (name for name in DRAFTING if getattr(self, name) is not None)
         if not self.lossless and (name := next(given, None)) is not None:

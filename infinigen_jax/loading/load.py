@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array
 
 from infinigen_jax.checkpoint import hf_folder
-from infinigen_jax.checkpoint.hf_folder import SAFETENSORS, TensorSource
+from infinigen_jax.checkpoint.hf_folder import EMBEDDED, SAFETENSORS, TensorSource
 from infinigen_jax.checkpoint.hub import fetched
 from infinigen_jax.checkpoint.manifest import (
     MANIFEST_FILE,
@@ -51,7 +51,6 @@ logger = logging.getLogger("infinigen_jax")
 DENSE_LOSS = 0.03  # docs/policies-infinigen.md
 DENSE_AMONG = 4
 DENSE_UNKNOWN = 2
-EMBEDDED = ("books-llama", "tiny-llama", "tiny-opt")
 EMBEDDED_FOLDER = Path(__file__).parents[1] / "embedded"
 
 

@@ -40,7 +40,9 @@ class Request(NamedTuple):
     """Rows that a layer requests from the host cache.
 
     Attributes:
-        slots: host cache slots, all within the cache; those from `count` on are padding.
+        slots: host cache slots, all within the cache; those from `count` on are padding. The others
+            are distinct, and of rows that are only on the host (`Budgeted.eligible`): attention
+            would count a row twice.
         count: number of valid slots, per sequence and KV head.
         rest: summary of the host-only rows left out; None without a tail, or if it is computed
             during attention.

@@ -52,7 +52,8 @@ class EngineOptions(Settings):
     )
     hot_set: float | None = setting(
         None,
-        "rows kept on the device after use, in multiples of the budget; 0: none",
+        "rows kept on the device after use, in multiples of the budget, at least 1; 0: none "
+        "(default: 2 with transfer cuda, else none)",
         "M",
         Range(1, LARGEST_FACTOR, or_zero=True),
     )

@@ -89,6 +89,6 @@ class InfiniGenSettings(BudgetSettings):
     query: str = setting("auto", check=OneOf(QUERIES))
     speculate_from: str = setting("auto", check=OneOf(("auto", *SOURCES)))
     layer_budgets: str = setting("auto", check=OneOf(LAYER_BUDGETS))
-    tail: bool = True
+    tail: bool = setting(True)
     tail_tokens: int = setting(64, check=OneOf((0, *BLOCKS)))
     tail_columns: int = setting(8, check=Range(0, MOST_TAIL_COLUMNS, whole=True))

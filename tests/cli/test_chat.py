@@ -238,7 +238,7 @@ def test_a_refused_turn_ends_a_script_and_not_a_chat_by_hand(read, by_hand, caps
 
 
 def test_the_line_editor_at_a_terminal():
-    """Editing, a pasted text of several lines as one input, and the end."""
+    """Editing, a pasted text of several lines as one input, and the end by Ctrl-C twice."""
     pytest.importorskip("prompt_toolkit")
     program = (
         "from infinigen_jax.cli.line_editor import line_reader\nread = line_reader()\n"
@@ -254,7 +254,12 @@ def test_the_line_editor_at_a_terminal():
     ) as process:
         os.close(child)
         assert process.stdout is not None
-        for keys in (b"hallo\x1b[D\x1b[D\x1b[D\x7fe\r", b"\x1b[200~two\nlines\x1b[201~\r", b"\x04"):
+        for keys in (
+            b"hallo\x1b[D\x1b[D\x1b[D\x7fe\r",
+            b"\x1b[200~two\nlines\x1b[201~\r",
+            b"\x03",
+            b"\x03",
+        ):
             shown = b""
             while b"\x1b[?2004h" not in shown:  # ready for pasted text
                 shown += os.read(parent, 4096)

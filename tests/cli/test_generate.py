@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 import infinigen_jax as ig
 from infinigen_jax import evaluate, generate, plan
 from infinigen_jax.cli.options import DEFAULT_MODEL, load_engine, make_policy, make_pool
+from infinigen_jax.cli.prompts import DEFAULT_PROMPT
 from infinigen_jax.convert.__main__ import main as convert_main
 from infinigen_jax.engine import memory_plan as planning
 from infinigen_jax.engine.engine import Engine
@@ -50,6 +51,10 @@ class Recent(Window):
 class Needs(Window):
     stride: int
     name: ClassVar[str] = "needs"
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Odd(Window):
+    odd: tuple[int, ...] = ()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Refuses(Window):
@@ -132,6 +137,8 @@ def test_prompts_from_stdin(run, monkeypatch):
         monkeypatch.setattr(sys, "stdin", io.StringIO(text))
         status, lines[text], _ = run(*SHORT[2:], "--quiet")
         assert status == 0
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert f"no prompt was given; this one is used: {DEFAULT_PROMPT}" in run(*SHORT[2:])[2]
     assert run(*SHORT, "--quiet")[1] == lines["The king said\n"] != lines[""] == lines["\n"]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\x80"), "utf-8"))
     assert "error: stdin: not UTF-8" in run(*SHORT[2:])[2]
@@ -146,6 +153,7 @@ def test_a_policy_of_another_package(run, refused, tmp_path, monkeypatch):
     assert (policy.name, policy.window, policy.budget) == ("recent", 8, 0.5)
     for name, message in {
         "elsewhere:Recent:page=8": "'page' is no setting; use sinks, window, budget",
+        "elsewhere:Odd:odd=3": "'odd' is a setting for Python alone; use sinks, window, budget",
         "elsewhere:Missing": "no attribute 'Missing'",
         "elsewhere:dataclasses": "not a policy",
         "elsewhere:Plain": "not a policy",

@@ -20,7 +20,7 @@ from infinigen_jax.engine.conversation import Conversation
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.rounds import Rounds
 from infinigen_jax.errors import InputError
-from infinigen_jax.loading.load import embedded
+from infinigen_jax.loading.load import embedded, load
 from infinigen_jax.policies import H2O, Full, InfiniGen, Policy, PreviousQuery, Quest
 from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.settings.pool import Pool
@@ -194,6 +194,7 @@ OTHERS = {
     "window 4, not 5": engine_of(dataclasses.replace(SPARSE, window=5)),
     "rows auto, not int8": engine_of(SPARSE, rows="int8"),
     "dense layers 0, not 1": engine_of(SPARSE, dense_layers=1),
+    "lossless False, not True": engine_of(SPARSE, lossless=True),
     "another model": lambda: engine("gqa"),
     "pool: a conversation": engine_of(SPARSE, pool=Pool(tokens=50)),
 }
@@ -205,14 +206,25 @@ def test_other_settings_are_refused_by_name(why, saved):
         OTHERS[why]().resume(saved)
 
 
+@pytest.mark.usefixtures("shallow")
+def test_other_weights_are_refused_by_name(tmp_path):
+    conversation = Engine(load(embedded("tiny-llama"))).conversation(context=CONTEXT)
+    say(conversation, TURNS[0], 2)
+    conversation.save(tmp_path / "talk")
+    other = Engine(load(embedded("tiny-llama"), weight_dtype="int8"))
+    with pytest.raises(InputError, match="weight dtype as dtype, not int8"):
+        other.resume(tmp_path / "talk")
+
+
 def test_files_of_before_a_setting_existed(tmp_path, monkeypatch):
     """They used the default of the setting; another value is refused."""
     conversation = engine("one").conversation(context=CONTEXT)
     say(conversation, TURNS[0], 5)
     settings_of = conversation_module.settings_of
 
-    def former(decoder: Any) -> dict[str, str]:
-        return {k: v for k, v in settings_of(decoder).items() if k != "speculate_from"}
+    def former(runtime: Any) -> dict[str, str]:
+        later = "speculate_from", "weight dtype", "lossless"
+        return {k: v for k, v in settings_of(runtime).items() if k not in later}
 
     with monkeypatch.context() as patch:
         patch.setattr(conversation_module, "settings_of", former)
@@ -248,13 +260,14 @@ def test_memory_is_checked_before_anything_is_allocated(saved, monkeypatch):
     assert len(say(conversation, TURNS[1], 2)) == 2
 
 
-def test_a_resumed_conversation_has_memory_for_its_drafts(saved, monkeypatch):
+def test_a_resumed_conversation_has_memory_for_its_drafts(tmp_path, monkeypatch):
     made, plans = engine("one", lossless=True), []
     conversation = made.conversation(context=CONTEXT)
     say(conversation, TURNS[0], 1)
     assert conversation.run is not None
+    conversation.save(tmp_path / "talk")
     monkeypatch.setattr(conversation_module, "check_memory", lambda plan, *_: plans.append(plan))
-    made.resume(saved)
+    made.resume(tmp_path / "talk")
     assert plans[-1] == conversation.run.phases[-1]
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from runtime import (
@@ -101,13 +102,14 @@ def test_settings_and_prompts_out_of_range():
         ({"schedule": "eager"}, "schedule"),
         ({"transfer": "pigeon"}, "transfer"),
         ({"weights": "disk"}, "weights disk"),
+        ({"pool": 100}, r"pool 100: give Pool\(tokens=4096\)"),
         *(({"hot_set": size}, "hot_set") for size in (0.5, -1.0, float("nan"))),
     ]
     for settings, named in wrong:
         with pytest.raises(InputError, match=named):
             Engine(LAYER, **settings)
     made = small()
-    for prompts, new, named in (
+    refused: list[tuple[Any, int, str]] = [
         ([], 4, "prompts"),
         ([[]], 4, "prompts"),
         ([[96]], 4, "prompts"),
@@ -116,11 +118,28 @@ def test_settings_and_prompts_out_of_range():
         (["text"], 4, "tokenizer"),
         ([[5]], 0, "max_new_tokens"),
         ([[5] * 250], 7, "250 tokens leaves room for 6"),
+        ([[5.5]], 4, "a token is a whole number"),
+        ([["a"]], 4, "a token is a whole number"),
+        (None, 4, "not NoneType"),
+        ({5: 6}, 4, "encode_chat"),
+        ([{"role": "user", "content": "x"}], 4, "encode_chat"),
+        ((token for token in [5]), 4, "not generator"),
+        ([5, [6]], 4, "a token is a whole number"),
         ([[5] * 256], 1, "256 tokens is too long: the model has 256 positions"),
-    ):
+    ]
+    for prompts, new, named in refused:
         with pytest.raises(InputError, match=named):
             made.generate(prompts, max_new_tokens=new)
     assert len(tokens_of(made, [[5] * 250], 6, ignore_eos=True)[0]) == 6
+    with pytest.raises(InputError, match="sampling: 512 is not a Sampling"):
+        made.conversation(512)  # pyright: ignore[reportArgumentType]
+
+
+def test_arrays_are_prompts():
+    made, expected = small(), tokens_of(small(), [[5, 6, 7]])
+    one = np.array([5, 6, 7])
+    for prompts in (one, jnp.array(one), [one], one[None], list(one), [list(one)], ((5, 6, 7),)):
+        assert tokens_of(made, prompts) == expected
 
 
 @pytest.mark.parametrize("prompts", [[[]], [[], [5, 6]], [[5, 600]]])

@@ -189,6 +189,14 @@ def test_options_that_no_policy_has_are_said(policies, said):
         assert unused_options(arguments) == said
 
 
+def test_options_of_draws_have_no_effect_on_greedy_tokens():
+    parse = generate.build_parser().parse_args
+    said = ["--top-k: no effect without --temperature", "--seed: no effect without --temperature"]
+    assert unused_options(parse(["--top-k", "5", "--seed", "0"])) == said
+    assert unused_options(parse(["--top-k", "5", "--temperature", "0.7"])) == []
+    assert unused_options(parse(["--presence-penalty", "1"])) == []
+
+
 def test_what_comes_to_the_same_is_measured_once_and_options_without_effect_are_said():
     """The engine chooses by the own query, which is guessed from nothing."""
     given = ("--alpha", "3", "5", "--budget", "0.3")

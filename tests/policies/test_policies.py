@@ -15,7 +15,17 @@ from infinigen_jax.cache.layers import Slots
 from infinigen_jax.errors import InputError
 from infinigen_jax.models.llama import Layer
 from infinigen_jax.ops.span import Span
-from infinigen_jax.policies import H2O, POLICIES, Full, Oracle, Policy, PreviousQuery, Quest, Window
+from infinigen_jax.policies import (
+    H2O,
+    POLICIES,
+    Full,
+    InfiniGen,
+    Oracle,
+    Policy,
+    PreviousQuery,
+    Quest,
+    Window,
+)
 from infinigen_jax.policies.base import Attended, Lookup
 from infinigen_jax.selection.select import Request
 
@@ -241,7 +251,13 @@ def test_all_follow_the_protocol():
 
 @pytest.mark.parametrize(
     ("policy", "wrong"),
-    [(Quest, {"page": 0}), (Full, {"window": 0}), (Full, {"sinks": -1}), (H2O, {"window": 0})],
+    [
+        (InfiniGen, {"tail": "false"}),
+        (Quest, {"page": 0}),
+        (Full, {"window": 0}),
+        (Full, {"sinks": -1}),
+        (H2O, {"window": 0}),
+    ],
 )
 def test_settings_that_cannot_be_are_refused(policy, wrong):
     with pytest.raises(InputError, match=f"{next(iter(wrong))} "):

@@ -62,7 +62,7 @@ class Bytes(Letters):
 
 
 def test_log_probabilities_by_text():
-    """Of tokens with one text, the likeliest counts. The drawn one is listed, with its space."""
+    """The likeliest of the tokens with one text counts. The drawn one is listed, with its space."""
     body = Completion.model_validate({"model": "m", "prompt": "a", "logprobs": 3})
     wire = CompletionWire("m", body, Bytes(), [[97]])
     top = [(32, -1.0), (200, -2.0), (201, -5.0)]

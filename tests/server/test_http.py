@@ -206,7 +206,7 @@ def test_full_queue_and_shutdown(served: Served, monkeypatch):
             if isinstance(piece, Exception):
                 ended.append(piece)
 
-        scheduler.submit([job(1, send), job(1, send)])  # all run at once
+        scheduler.submit([job(1, send), job(1, send)])  # all run together
 
         def is_full() -> bool:
             """Three answers run, two prompts are read ahead, and one waits."""
