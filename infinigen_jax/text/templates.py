@@ -81,9 +81,12 @@ class Worker:
                 process.stdin.write(line)
                 process.stdin.flush()
                 return json.loads(process.stdout.readline())
-            except (OSError, ValueError):
+            except BaseException as error:  # also Ctrl-C: the next task would get this result
+                self._process = None
                 _kill(process)
-                return {"error": template_worker.ENDED}
+                if isinstance(error, OSError | ValueError):
+                    return {"error": template_worker.ENDED}
+                raise
             finally:
                 backstop.cancel()
 

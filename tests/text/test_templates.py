@@ -82,6 +82,19 @@ def test_threads_get_their_own_texts():
     assert list(texts) == names
 
 
+def test_an_interrupted_task_leaves_no_result_to_the_next(monkeypatch):
+    """As by Ctrl-C while a template is rendered."""
+
+    def interrupted(line: bytes) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("infinigen_jax.text.templates.json.loads", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            render_chat("first", MESSAGES, {})
+    assert render_chat("second", MESSAGES, {}) == "second"
+
+
 def test_the_limit_is_processor_time():
     """The reason names the limit that the template has run into."""
     with pytest.raises(InputError, match=r"more than 0\.2 s"):
