@@ -72,10 +72,12 @@ class Worker:
         line = f"{seconds} {json.dumps(task)}\n".encode()
         with self._lock:
             process = self._process
-            if process is None or process.poll() is not None:
-                process = self._process = self._start()
+            if process is not None and process.poll() is not None:
+                _end(process)
+                process = None
+            process = self._process = process or self._start()
             assert process.stdin is not None and process.stdout is not None
-            backstop = threading.Timer(BACKSTOP, _kill, [process])
+            backstop = threading.Timer(BACKSTOP, os.killpg, [process.pid, signal.SIGKILL])
             backstop.start()
             try:
                 process.stdin.write(line)
@@ -83,7 +85,7 @@ class Worker:
                 return json.loads(process.stdout.readline())
             except BaseException as error:  # also Ctrl-C: the next task would get this result
                 self._process = None
-                _kill(process)
+                _end(process)
                 if isinstance(error, OSError | ValueError):
                     return {"error": template_worker.ENDED}
                 raise
@@ -101,10 +103,15 @@ class Worker:
         )
 
 
-def _kill(process: "subprocess.Popen[bytes]") -> None:
+def _end(process: "subprocess.Popen[bytes]") -> None:
     """End a worker and the task that it runs."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):  # of what is left to write
+            assert pipe is not None
+            pipe.close()
+    process.wait()
 
 
 _worker = Worker()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from infinigen_jax.errors import InputError
+from infinigen_jax.text import templates
 from infinigen_jax.text.templates import render_chat
 
 MESSAGES = [
@@ -92,6 +93,15 @@ def test_an_interrupted_task_leaves_no_result_to_the_next(monkeypatch):
         patch.setattr("infinigen_jax.text.templates.json.loads", interrupted)
         with pytest.raises(KeyboardInterrupt):
             render_chat("first", MESSAGES, {})
+    assert render_chat("second", MESSAGES, {}) == "second"
+
+
+def test_a_worker_that_was_killed_starts_again():
+    render_chat("first", MESSAGES, {})
+    process = templates._worker._process
+    assert process is not None
+    process.kill()
+    process.wait()
     assert render_chat("second", MESSAGES, {}) == "second"
 
 
