@@ -1,5 +1,6 @@
 """Chat templates of model folders, rendered within limits of time, memory and length."""
 
+import atexit
 import contextlib
 import json
 import os
@@ -71,11 +72,9 @@ class Worker:
         """Return the result of a task, which may take this processor time."""
         line = f"{seconds} {json.dumps(task)}\n".encode()
         with self._lock:
-            process = self._process
-            if process is not None and process.poll() is not None:
-                _end(process)
-                process = None
-            process = self._process = process or self._start()
+            if self._process is not None and self._process.poll() is not None:
+                self.close()
+            process = self._process = self._process or self._start()
             assert process.stdin is not None and process.stdout is not None
             backstop = threading.Timer(BACKSTOP, os.killpg, [process.pid, signal.SIGKILL])
             backstop.start()
@@ -84,13 +83,18 @@ class Worker:
                 process.stdin.flush()
                 return json.loads(process.stdout.readline())
             except BaseException as error:  # also Ctrl-C: the next task would get this result
-                self._process = None
-                _end(process)
+                self.close()
                 if isinstance(error, OSError | ValueError):
                     return {"error": template_worker.ENDED}
                 raise
             finally:
                 backstop.cancel()
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        process, self._process = self._process, None
+        if process is not None:
+            _end(process)
 
     def _start(self) -> "subprocess.Popen[bytes]":
         path = [str(Path(template_worker.__file__)), *filter(None, sys.path)]
@@ -115,3 +119,4 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 _worker = Worker()
+atexit.register(_worker.close)
