@@ -174,7 +174,7 @@ def unused_options(arguments: argparse.Namespace) -> list[str]:
 
 
 def options_without_effect(arguments: argparse.Namespace, engine: "Engine") -> list[str]:
-    """Return a line for each setting of the policy that the engine replaces as meaningless."""
+    """Return a line for each option that the engine replaces or leaves unused."""
     kind, named = read_policy(arguments.policy)
     policy = engine.decoder.policy
     lines = [
@@ -185,6 +185,8 @@ def options_without_effect(arguments: argparse.Namespace, engine: "Engine") -> l
         )
         if value not in ("auto", getattr(policy, name))
     ]
+    if arguments.hot_set and not engine.decoder.selecting:
+        lines.append(f"--hot-set {arguments.hot_set:g}: no effect, as no layer selects rows")
     chunk = arguments.prefill_chunk
     if chunk not in (None, engine.prefill_chunk):
         lines.append(

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runtime import random_model
+from runtime import engine, random_model
 from tiny import ROOT, only
 
 from infinigen_jax import evaluate, generate
-from infinigen_jax.cli.options import unused_options
+from infinigen_jax.cli.options import options_without_effect, unused_options
 from infinigen_jax.engine import memory_plan as planning
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
@@ -20,7 +20,7 @@ from infinigen_jax.evaluation.configurations import Configuration, configuration
 from infinigen_jax.evaluation.parts import Measurement
 from infinigen_jax.evaluation.report import labels, name_columns
 from infinigen_jax.evaluation.session import Session
-from infinigen_jax.policies import InfiniGen, InfiniGenPaper, Quest, Window
+from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper, Quest, Window
 
 pytestmark = pytest.mark.usefixtures("shallow")
 
@@ -229,6 +229,12 @@ def test_what_comes_to_the_same_is_measured_once_and_options_without_effect_are_
     ):
         assert any(line.startswith(f"{option}: ") for line in other), option
     assert sum("equal to an earlier line" in line for line in said) == len(chosen) - len(lines)
+
+
+def test_a_hot_set_without_selections_is_said():
+    arguments = generate.build_parser().parse_args(["--policy", "full", "--hot-set", "2"])
+    lines = options_without_effect(arguments, engine("one", Full(), hot_set=2.0))
+    assert lines == ["--hot-set 2: no effect, as no layer selects rows"]
 
 
 def test_all_orders_of_a_streamed_pool_are_one():
