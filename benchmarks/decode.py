@@ -68,6 +68,7 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
     if set(options.systems) & set(presets.THEIRS):
         other, difference = _other(model, config)
     if options.weight_dtype:
+        del model  # no two in memory
         model = load(options.model, dtype=options.dtype, weight_dtype=options.weight_dtype)
     # Place them where engines want them, or each engine would make a copy.
     placed = jax.device_put(model.params, Placement(default_mesh()).whole)

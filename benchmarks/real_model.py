@@ -85,6 +85,7 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     for name, given in {
         "1": f"{CONTEXTS} --systems {SYSTEMS} llama.cpp",
         "1-int4": f"{CONTEXTS} --systems {small}",
+        "4-int4": f"1024 4096 --systems {small} --batch 4",
         "4": f"1024 4096 --systems {SYSTEMS} --batch 4",
         "8": f"1024 4096 --systems {SYSTEMS} --batch 8",
         "4-7680": "7680 --systems infinigen full-device transformers-static --batch 4",

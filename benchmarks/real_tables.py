@@ -64,7 +64,7 @@ COLUMNS: Titled = [
 
 
 def against_others(ours: str, others: str) -> Titled:
-    """Return rows of two results of WikiText-2: InfiniGen's, and the other policies'."""
+    """Return rows of two results: InfiniGen's, and the other policies'."""
     rows = [(OURS[0][0], OWN | {"result": f"real-model/{ours}"})]
     return [*rows, *((title, {**s, "result": f"real-model/{others}"}) for title, s in OTHERS)]
 
@@ -98,11 +98,11 @@ TABLES: Mapping[str, tuple[Titled, Titled, str]] = {
     ),
     "real sizes": (SIZES, by_text("", "above", "divergence", "fetched", **OWN), "budget"),
     "real others": (
-        against_others("budgets-wiki-4096", "others-wiki-4096"),
+        against_others("budgets-{text}-4096", "others-{text}-4096"),
         [
-            (f"{100 * budget:.0f} %: {title}", {"budget": budget, "show": show})
-            for budget in (0.02, 0.1)
-            for title, show in (("perplexity", "above"), ("divergence", "divergence"))
+            (f"{title}, {100 * size:.0f} %", {"budget": size, "text": text, "show": "divergence"})
+            for text, title in TEXTS.items()
+            for size in (0.02, 0.1)
         ],
         "",
     ),

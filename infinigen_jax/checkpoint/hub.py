@@ -12,7 +12,7 @@ from infinigen_jax.files.regular import expanded
 
 NAME = r"[\w-][\w.-]*"
 HUB_ID = re.compile(rf"({NAME}/{NAME})(/{NAME}\.gguf)?")
-PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+NO_MODEL = re.compile(r"-\d{5}-of-\d{5}\.gguf$|/mmproj")
 # Files at the top of a repository. Others repeat the weights (`onnx/`, `consolidated.safetensors`).
 SETTINGS = ("config.json", *SIDE_FILES)
 WEIGHTS = (
@@ -52,17 +52,19 @@ def fetched(name: str | Path, revision: str | None = None, weights: bool = True)
         if any(folder.glob(f"{patterns[0]}*")):
             return folder
     files = _gguf_files(model, revision)
-    remedy = f"name one of its files, such as {' or '.join(files)}" if files else "choose another"
+    remedy = (
+        f"name one of its files, such as {' or '.join(files[:3])}" if files else "choose another"
+    )
     raise InputError(f"{name}: has no {SAFETENSORS} or {TORCH} on the hub; {remedy}")
 
 
 def _gguf_files(model: str, revision: str | None) -> list[str]:
-    """Return the GGUF files of a model, each with its whole name; parts of a model are left out."""
+    """Return the GGUF files of a model with their whole names, except parts and image encoders."""
     with _explained(model, revision):
         from huggingface_hub import list_repo_files
 
         paths = (f"{model}/{file}" for file in list_repo_files(model, revision=revision))
-    return [path for path in paths if HUB_ID.fullmatch(path) and not PART.search(path)]
+    return [path for path in paths if HUB_ID.fullmatch(path) and not NO_MODEL.search(path)]
 
 
 def _snapshot(name: str, revision: str | None, *patterns: str) -> Path:

@@ -46,12 +46,12 @@ def _editor() -> Callable[[], str | None]:
             except EOFError:
                 return None
             except KeyboardInterrupt:  # drops the typed text; twice on an empty line, it ends
-                if session.default_buffer.text:
-                    continue
-                if warned:
+                empty = not session.default_buffer.text
+                if empty and warned:
                     return None
-                warned = True
-                print("Ctrl-C again or Ctrl-D ends the conversation", file=sys.stderr)
+                if empty:
+                    print("Ctrl-C again or Ctrl-D ends the conversation", file=sys.stderr)
+                warned = empty
 
     return read
 

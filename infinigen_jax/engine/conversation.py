@@ -242,7 +242,7 @@ class Conversation:
 
 # Settings missing from older files, with the values in effect then.
 LATER = {"speculate_from": "input", "tail_columns": "0"}
-LATER |= {"weight dtype": "as dtype", "lossless": "False"}
+UNRECORDED = ("weight dtype", "lossless")  # in older files, which may have any value
 
 
 def check_runtime(runtime: Runtime) -> None:
@@ -282,7 +282,8 @@ def settings_of(runtime: Runtime) -> dict[str, str]:
 def _check_settings(path: str | Path, record: dict[str, Any], runtime: Runtime) -> None:
     """Raise InputError for a conversation with another model or other settings."""
     current = settings_of(runtime)
-    saved = {name: value for name, value in LATER.items() if name in current} | record["settings"]
+    saved = {name: value for name, value in LATER.items() if name in current}
+    saved |= {name: current[name] for name in UNRECORDED} | record["settings"]
     differences = [
         f"{name} {saved[name]}, not {value}"
         for name, value in current.items()

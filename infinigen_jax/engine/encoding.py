@@ -22,7 +22,7 @@ def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         InputError: if a prompt is neither text nor token numbers.
     """
     given: Any = _listed(prompts)
-    if isinstance(given, str) or (given and isinstance(given, list) and _is_token(given[0])):
+    if isinstance(given, str) or (isinstance(given, list) and given and _is_token(given[0])):
         return [given]
     for prompt in given if isinstance(given, list) else [given]:
         if isinstance(prompt, Mapping):
@@ -36,13 +36,17 @@ def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def _listed(given: Any) -> Any:
     """Return arrays and sequences as lists; other values as they are."""
-    if isinstance(given, Sequence) and not isinstance(given, str):
+    if isinstance(given, str | bytes | bytearray | memoryview):
+        return given
+    if isinstance(given, Sequence):
         return list(given)
     as_list = getattr(given, "tolist", None)
     return given if as_list is None else as_list()
 
 
 def _is_token(value: Any) -> bool:
+    if isinstance(value, bool):
+        return False
     return isinstance(value, numbers.Integral) or getattr(value, "shape", None) == ()
 
 

@@ -68,6 +68,8 @@ class Sampler:
         others: Sequence[Sampling] = (),
     ):
         self._at, self._programs, self._others = Placement(mesh), sampling_programs(mesh), others
+        self._others_greedy = all(other.greedy for other in others)
+        self._others_penalise = any(other.penalises for other in others)
         self._vocabulary, self._sampling = vocabulary, list(samplings)
         self._streams = np.array(streams or [0] * len(self._sampling), np.int32)
         self._steps = np.full(len(self._sampling), drawn, np.int32)
@@ -79,13 +81,12 @@ class Sampler:
     @property
     def greedy(self) -> bool:
         """Whether the most likely token of every sequence is taken."""
-        if self._penalises:
-            return False
-        return all(sampling.greedy for sampling in (*self._sampling, *self._others))
+        greedy = self._others_greedy and all(sampling.greedy for sampling in self._sampling)
+        return greedy and not self._penalises
 
     @property
     def _penalises(self) -> bool:
-        return any(sampling.penalises for sampling in (*self._sampling, *self._others))
+        return self._others_penalise or any(sampling.penalises for sampling in self._sampling)
 
     def draw(
         self,
@@ -142,7 +143,8 @@ class Sampler:
         """Return a sampler that continues a sequence alone."""
         stream, drawn = int(self._streams[sequence]), int(self._steps[sequence])
         sampling = [self._sampling[sequence]]
-        one = Sampler(self._at.mesh, self._vocabulary, sampling, [()], [stream], drawn)
+        fixed = self._at.mesh, self._vocabulary
+        one = Sampler(*fixed, sampling, [()], [stream], drawn, self._others)
         if one._history is not None:
             at = jax.device_put(np.int32(sequence), self._at.whole)
             one._history = self._programs.take(self._history, at)

@@ -111,10 +111,13 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = _reason(error.errors())
         path = [str(x) for x in first["loc"] if x not in ("body", "str") and "[" not in str(x)]
+        if first["type"] == "unsupported":
+            path.append(first["ctx"]["name"])
         field, message = (path or ["body"])[0], first["msg"].removeprefix("Value error, ")
         if first["type"] == "json_invalid":
             return refusal(400, "body: it is not JSON")
-        if not path and not request.headers.get("content-type", "").startswith("application/json"):
+        form = request.headers.get("content-type", "")
+        if not path and first["type"] != "value_error" and "json" not in form.lower():
             return refusal(400, "body: it is not JSON; send Content-Type: application/json")
         if field in NEUTRAL:
             message = UNSUPPORTED

@@ -5,7 +5,7 @@ The first error of a list ends its check: an error for each of a million items w
 
 import abc
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, LiteralString
 
 from pydantic import (
     AfterValidator,
@@ -17,6 +17,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from infinigen_jax.settings.sampling import MOST_LOG_PROBS, Sampling
 from infinigen_jax.settings.setting import options_of
@@ -24,7 +25,8 @@ from infinigen_jax.settings.setting import options_of
 MOST_ANSWERS = 8
 MOST_STOPS = 16
 
-UNSUPPORTED = "this parameter is not supported"
+MOST_NAME = 100  # characters of an unknown name in the error
+UNSUPPORTED: LiteralString = "this parameter is not supported"
 # Parameters that only their neutral value is accepted for.
 NEUTRAL = (*("best_of", "logit_bias", "modalities", "service_tier", "store", "suffix"),)
 Tokens = Annotated[list[int], Field(min_length=1, fail_fast=True)]
@@ -43,8 +45,9 @@ class Strict(BaseModel):
             return given
         known = {field.alias or name for name, field in cls.model_fields.items()}
         given = {name: value for name, value in given.items() if value is not None}
-        if unknown := next((name for name in given if name not in known), None):
-            raise ValueError(f"{unknown}: {UNSUPPORTED}")
+        unknown = next((name for name in given if name not in known), None)
+        if unknown is not None:
+            raise PydanticCustomError("unsupported", UNSUPPORTED, {"name": unknown[:MOST_NAME]})
         return given
 
 
@@ -253,7 +256,7 @@ class ChatCompletion(Generating):
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Literal[True] | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
 
     @property
     def top(self) -> int | None:

@@ -44,7 +44,7 @@ class Scheduler:
         self._waiting: collections.deque[Job] = collections.deque()
         self._intakes: list[Intake] = []
         self._compiled = 0
-        self._free = limits.batch  # sequences without a request, before the step in progress
+        self._free = limits.batch  # sequences without a request; below 0 if prompts are read ahead
         self._prefixes = None
         if limits.prefix_bytes:
             sizes = limits.capacity, limits.chunk, limits.prefix_bytes
@@ -151,7 +151,7 @@ class Scheduler:
         with self._wake:
             running, begun = len(self._batch.running), len(self._intakes)
             self._metrics.queue(len(self._waiting) + begun, running)
-            self._free = max(0, self.limits.batch - running - begun)
+            self._free = self.limits.batch - running - begun
             while not (self._stopping or self._waiting or self._intakes or self._batch.running):
                 self._wake.wait()
             return not self._stopping

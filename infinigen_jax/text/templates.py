@@ -83,7 +83,10 @@ class Worker:
                 process.stdin.flush()
                 return json.loads(process.stdout.readline())
             except BaseException as error:  # also Ctrl-C: the next task would get this result
+                late = backstop.finished.is_set()
                 self.close()
+                if late:
+                    return {"error": f"it runs for more than {BACKSTOP} s"}
                 if isinstance(error, OSError | ValueError):
                     return {"error": template_worker.ENDED}
                 raise
@@ -109,7 +112,7 @@ class Worker:
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
     """End a worker and the task that it runs."""
-    with contextlib.suppress(ProcessLookupError):
+    if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     for pipe in (process.stdin, process.stdout):
         with contextlib.suppress(OSError):  # of what is left to write

@@ -37,7 +37,10 @@ OTHERS = {
 REPOSITORIES = {
     "org/sharded": NEEDED | OTHERS,
     "org/torch": {"config.json": CONFIG, "pytorch_model.bin": b"x", "tokenizer.json": b"{}"},
-    "org/quantised": {"a.gguf": b"a", "b.gguf": b"b", "c-00001-of-00002.gguf": b"c"},
+    "org/quantised": {
+        **{"a.gguf": b"a", "b.gguf": b"b", "c-00001-of-00002.gguf": b"c", "mmproj-F16.gguf": b"m"},
+        **{"x.gguf": b"x", "y.gguf": b"y"},
+    },
     "org/adapter": {"config.json": CONFIG, "adapter_model.safetensors": b"x"},
     "org/experts": {"config.json": b'{"model_type": "mixtral"}', "model.safetensors": b"x"},
     "org/private": {"config.json": CONFIG, "model.safetensors": b"x"},
@@ -144,7 +147,7 @@ REFUSED = {
     "org/absent@@": "no such folder here, and no such model on the hub",
     "org/private@@": "access is restricted; accept its terms on the hub, then set HF_TOKEN",
     "org/sharded@odd@": "has no revision 'odd' on the hub",
-    "org/quantised@@": "such as org/quantised/a.gguf or org/quantised/b.gguf\n",
+    "org/quantised@@": "or org/quantised/b.gguf or org/quantised/x.gguf\n",
     "org/adapter@@": "no model.safetensors or pytorch_model.bin on the hub; choose another\n",
     "org/quantised/c.gguf@@": "no such file on the hub",
     "./org/sharded@main@": "revision main: ./org/sharded is not a model on the hub",

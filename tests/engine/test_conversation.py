@@ -217,7 +217,7 @@ def test_other_weights_are_refused_by_name(tmp_path):
 
 
 def test_files_of_before_a_setting_existed(tmp_path, monkeypatch):
-    """They used the default of the setting; another value is refused."""
+    """They used the default of the setting, or did not record it; another value is refused."""
     conversation = engine("one").conversation(context=CONTEXT)
     say(conversation, TURNS[0], 5)
     settings_of = conversation_module.settings_of

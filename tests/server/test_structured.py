@@ -123,7 +123,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("messages", {"messages": [{"role": "user", "content": "x" * 10**7}]}),
 ]
 MESSAGES = {  # of the error, and the settings that cause it
-    "messages.0.content.0: image_url: this parameter": {"messages": REFUSED[-2][1]["messages"]},
+    "messages.0.content.0.image_url: this parameter": {"messages": REFUSED[-2][1]["messages"]},
     "messages.0.content: Input should be a valid string": {
         "messages": [{"role": "user", "content": 1}]
     },

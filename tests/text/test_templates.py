@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,15 +85,18 @@ def test_threads_get_their_own_texts():
 
 
 def test_an_interrupted_task_leaves_no_result_to_the_next(monkeypatch):
-    """As by Ctrl-C while a template is rendered."""
+    """Ctrl-C may come while a template is rendered."""
 
-    def interrupted(line: bytes) -> None:
+    def interrupted() -> bytes:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr("infinigen_jax.text.templates.json.loads", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            render_chat("first", MESSAGES, {})
+    render_chat("first", MESSAGES, {})
+    process = templates._worker._process
+    assert process is not None and process.stdout is not None
+    output = SimpleNamespace(readline=interrupted, close=process.stdout.close)
+    monkeypatch.setattr(process, "stdout", output)
+    with pytest.raises(KeyboardInterrupt):
+        render_chat("interrupted", MESSAGES, {})
     assert render_chat("second", MESSAGES, {}) == "second"
 
 
