@@ -240,9 +240,8 @@ class Budgeted(BudgetSettings, Policy):
             alpha, mode: see `selection.select`.
             masked: whether the scores of all ineligible rows are already -inf.
         """
-        shape = lookup.slot_positions.shape  # [b, k, t]
-        if scores.ndim != 4 or (*scores.shape[:2], scores.shape[3]) != shape:
-            b, k, t = shape
+        b, k, t = lookup.slot_positions.shape  # t or fewer scores: slots in use come first
+        if scores.ndim != 4 or scores.shape[:2] != (b, k) or scores.shape[3] > t:
             problem = f"scores have the shape {scores.shape}; give [{b}, {k}, query heads, {t}]"
             raise ParameterError("policy", problem, self.name)
         common = lookup.positions, lookup.size, lookup.held, lookup.share
