@@ -48,14 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dtype", default="float32")
     add("--prompts", type=int, nargs="*", default=[4096, 16384], metavar="N", help="timed")
     add("--batch", type=int, default=1, help="prompts read together (default 1)")
-    add(
-        "--memory",
-        type=int,
-        nargs="*",
-        default=[4096, 16384, 65536],
-        metavar="N",
-        help="of one prompt",
-    )
+    add("--memory", type=int, nargs="*", default=[4096, 16384, 65536], metavar="N")
     add("--rounds", type=int, default=3, help="timed rounds, both systems in each (default 3)")
     add("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS, metavar="NAME")
     add("--cap-seconds", type=float, default=math.inf, help="time after which no round starts")

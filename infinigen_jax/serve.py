@@ -53,13 +53,7 @@ def build_parser() -> Parser:
         metavar="N",
         help="most tokens of a prompt and its answer (default 4096, or the model's positions)",
     )
-    add(
-        "--max-waiting",
-        type=whole_number(1),
-        default=64,
-        metavar="N",
-        help="most waiting requests (64)",
-    )
+    add("--max-waiting", type=whole_number(1), default=64, metavar="N", help="most waiting (64)")
     add(
         "--prefix-cache-gib",
         type=number(0),

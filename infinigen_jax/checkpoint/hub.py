@@ -52,9 +52,7 @@ def fetched(name: str | Path, revision: str | None = None, weights: bool = True)
         if any(folder.glob(f"{patterns[0]}*")):
             return folder
     files = _gguf_files(model, revision)
-    remedy = (
-        f"name one of its files, such as {' or '.join(files[:3])}" if files else "choose another"
-    )
+    remedy = f"name a file, such as {' or '.join(files[:3])}" if files else "choose another"
     raise InputError(f"{name}: has no {SAFETENSORS} or {TORCH} on the hub; {remedy}")
 
 

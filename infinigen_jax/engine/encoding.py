@@ -57,7 +57,7 @@ def encode(model: Model, prompt: Prompt, *, first: bool = True) -> list[int]:
         first: whether the prompt begins a text. Continuations get no special tokens.
 
     Raises:
-        InputError: for an empty prompt, or a token outside the model's vocabulary.
+        InputError: for an empty prompt, or a token that is no number of the model's vocabulary.
     """
     if isinstance(prompt, str):
         if not prompt:

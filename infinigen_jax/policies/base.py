@@ -240,7 +240,8 @@ class Budgeted(BudgetSettings, Policy):
             alpha, mode: see `selection.select`.
             masked: whether the scores of all ineligible rows are already -inf.
         """
-        b, k, t = lookup.slot_positions.shape  # t or fewer scores: slots in use come first
+        # t or fewer scores: slots in use come first.
+        b, k, t = len(lookup.positions), lookup.config.num_kv_heads, lookup.capacity
         if scores.ndim != 4 or scores.shape[:2] != (b, k) or scores.shape[3] > t:
             problem = f"scores have the shape {scores.shape}; give [{b}, {k}, query heads, {t}]"
             raise ParameterError("policy", problem, self.name)
