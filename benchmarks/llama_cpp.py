@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from benchmarks.systems import StepTime  # imports JAX, which would count as llama.cpp's start
 
-CACHES = {"llama.cpp": "F16", "llama.cpp-f32": "F32"}  # name of a system -> type of the cache
+# Name of a system -> type of its cache, and of its weights unless these are the file's.
+CACHES = {"llama.cpp": "F16", "llama.cpp-f16": "F16", "llama.cpp-f32": "F32"}
 
 
 class LlamaCpp:
@@ -27,8 +28,8 @@ class LlamaCpp:
 
     Args:
         path: GGUF file.
-        name: one of CACHES; "llama.cpp-f32" has weights in float32, too.
-        folder: folder for the copy of the file with weights in float32.
+        name: one of CACHES.
+        folder: folder for a copy of the file with other weights.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ def start_server(path: Path, name: str, rows: int, context: int, folder: Path) -
     import xllamacpp  # pyright: ignore[reportMissingImports]
 
     parameters = xllamacpp.CommonParams()
-    parameters.model.path = str(converted(path, folder) if name == "llama.cpp-f32" else path)
+    parameters.model.path = str(converted(path, name, folder))
     parameters.n_ctx, parameters.n_parallel = rows * context, rows
     parameters.warmup = False
     parameters.verbosity = 0
@@ -100,13 +101,15 @@ def start_server(path: Path, name: str, rows: int, context: int, folder: Path) -
     return xllamacpp.Server(parameters)
 
 
-def converted(path: Path, folder: Path) -> Path:
-    """Return a copy of a GGUF file with all weights in float32, made once."""
+def converted(path: Path, name: str, folder: Path) -> Path:
+    """Return the file that a system of CACHES loads: the given one, or a copy, made once."""
+    if name == "llama.cpp":
+        return path
     import gguf
     import numpy as np
 
     found = path.stat()
-    copy = folder / f"{path.stem}-{found.st_size}-{found.st_mtime_ns}-F32.gguf"
+    copy = folder / f"{path.stem}-{found.st_size}-{found.st_mtime_ns}-{CACHES[name]}.gguf"
     if copy.exists():
         return copy
     part = copy.with_suffix(".part")
@@ -121,7 +124,8 @@ def converted(path: Path, folder: Path) -> Path:
         writer.add_key_value(key, field.contents(), kinds[0], sub_type=inner)
     for tensor in reader.tensors:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        writer.add_tensor(tensor.name, values.astype(np.float32))
+        half = CACHES[name] == "F16" and values.ndim > 1  # llama.cpp wants vectors in float32
+        writer.add_tensor(tensor.name, values.astype(np.float16 if half else np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

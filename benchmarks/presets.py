@@ -23,10 +23,11 @@ SYSTEMS = {
     "infinigen-int4": "infinigen with 4-bit rows on the host",
     "infinigen-fixed": "infinigen with --budget-rows rows at any context",
     "llama.cpp": "the GGUF file as it is, with an f16 cache",
+    "llama.cpp-f16": "the GGUF file with f16 weights and cache",
     "llama.cpp-f32": "the GGUF file with f32 weights and cache",
 }
 THEIRS = ("transformers", "transformers-static", "transformers-offloaded")
-LLAMA_CPP = ("llama.cpp", "llama.cpp-f32")
+LLAMA_CPP = ("llama.cpp", "llama.cpp-f16", "llama.cpp-f32")
 
 # bfloat16 has the size of the paper's float16, and random weights do not overflow it.
 _PAPER: dict[str, Any] = {

@@ -36,7 +36,7 @@ RULES = (
 RECALL = f"full infinigen {AHEAD} quest h2o infinigen-paper"
 LOOKUPS = {1024: 3, 2048: 3, 4096: 3, 7680: 1}  # items by length, at five depths
 CONTEXTS = "1024 4096 7680"  # with the new tokens, within 8,192 positions
-SYSTEMS = "infinigen full-device transformers transformers-static llama.cpp-f32"
+SYSTEMS = "infinigen full-device transformers transformers-static"
 
 
 def commands(options: argparse.Namespace) -> dict[str, list[str]]:
@@ -82,10 +82,15 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
 
     files = ("--gguf", str(options.gguf), "--text", first)
     small = "infinigen full-device llama.cpp --weight-dtype int4"
+    llama = "infinigen llama.cpp-f32 llama.cpp-f16"
     for name, given in {
-        "1": f"{CONTEXTS} --systems {SYSTEMS} llama.cpp",
+        "1": f"{CONTEXTS} --systems {SYSTEMS} llama.cpp-f32 llama.cpp",
         "1-int4": f"{CONTEXTS} --systems {small}",
-        "4-int4": f"1024 4096 --systems {small} --batch 4",
+        "4-int4": f"{CONTEXTS} --systems {small} --batch 4",
+        "8-int4": f"{CONTEXTS} --systems {small} --batch 8",
+        "1-llama": f"{CONTEXTS} --systems {llama}",
+        "4-llama": f"{CONTEXTS} --systems {llama} --batch 4",
+        "8-llama": f"1024 4096 --systems {llama} --batch 8",
         "4": f"1024 4096 --systems {SYSTEMS} --batch 4",
         "8": f"1024 4096 --systems {SYSTEMS} --batch 8",
         "4-7680": "7680 --systems infinigen full-device transformers-static --batch 4",

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import uvicorn
 
+from benchmarks.presets import LLAMA_CPP
 from benchmarks.shapes import SHAPES, peaked_model
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.loading.load import Model, load
@@ -32,7 +33,7 @@ from infinigen_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 OURS = ("infinigen", "infinigen-lossless")
 THEIRS = {"transformers": (), "transformers-batching": ("--continuous-batching",)}
-SYSTEMS = (*OURS, *THEIRS, "llama.cpp", "llama.cpp-f32")
+SYSTEMS = (*OURS, *THEIRS, *LLAMA_CPP)
 
 
 @dataclasses.dataclass

@@ -99,8 +99,8 @@ def measure_given(folder: Path, chosen: argparse.Namespace, tokens: int) -> dict
     if chosen.gguf:
         ids = folder / f"prompt-{tokens}.json"
         ids.write_text(json.dumps(tokenizer.encode(file.read_text())))
-        converted(chosen.gguf, folder)
         for name in CACHES:
+            converted(chosen.gguf, name, folder)  # untimed
             command = ["benchmarks.llama_cpp", str(chosen.gguf), name, str(ids), str(folder)]
             silent = {"stderr": subprocess.DEVNULL}
             runs = [usage_of(command, folder, **silent) for _ in range(chosen.repeats)]
