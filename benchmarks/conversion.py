@@ -23,8 +23,8 @@ from benchmarks.files import note, write_json
 from benchmarks.machine import describe
 from benchmarks.processes import usage_of
 from benchmarks.shapes import SHAPES, settings
+from infinigen_jax.checkpoint.manifest import DEFAULT_SOURCE
 from infinigen_jax.convert.calibrate import DEFAULT_TOKENS, CalibrationTokens, Calibrator
-from infinigen_jax.convert.defaults import DEFAULT_SOURCE
 from infinigen_jax.convert.pipeline import blas_threads
 from infinigen_jax.models import config_from_hf
 from infinigen_jax.models.base import random_params

@@ -4,8 +4,9 @@ import dataclasses
 
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
-from infinigen_jax.engine.memory_plan import plan_memory
+from infinigen_jax.engine.memory_plan import plan_cache
 from infinigen_jax.engine.prompts import round_up_capacity
+from infinigen_jax.engine.workspace import step_bytes
 from infinigen_jax.loading.load import Model
 from infinigen_jax.machine.memory_limits import tree_bytes
 from infinigen_jax.planner.traffic import Traffic
@@ -58,9 +59,10 @@ class Memory:
 
 def memory_of(engine: Engine, batch: int, tokens: int) -> Memory:
     """Return the memory of an engine of this package for `tokens` tokens of every sequence."""
-    # Planned for a prompt of one token, to exclude the temporaries of reading a prompt.
-    plan = plan_memory(engine.decoder, batch, 1, round_up_capacity(tokens))
-    return Memory(plan.device, plan.host_cache)
+    capacity = round_up_capacity(tokens)
+    plan = plan_cache(engine.decoder, batch, capacity)
+    work = step_bytes(engine.decoder, batch, capacity, 0, plan.resident)
+    return Memory(plan.at_work(work).device, plan.host_cache)
 
 
 def memory_of_theirs(name: str, model: Model, batch: int, tokens: int) -> Memory:

@@ -27,7 +27,7 @@ from benchmarks.files import note, write_json
 from benchmarks.tables import entry_table
 from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.engine.engine import Engine
-from infinigen_jax.engine.memory_plan import plan_memory
+from infinigen_jax.engine.memory_plan import plan_cache
 from infinigen_jax.engine.prompts import round_up_capacity
 from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill.compiled import cache_steps, chunk_steps
@@ -125,7 +125,7 @@ def summary(tokens: int, batch: int, rounds: list[dict[str, float]]) -> dict[str
 def memory(engine: Engine, tokens: int) -> dict[str, Any]:
     """Return the device bytes of reading one prompt, by purpose."""
     chunk, capacity = sizes(engine, tokens)
-    plan = plan_memory(engine.decoder, 1, chunk, capacity)
+    plan = plan_cache(engine.decoder, 1, capacity)
     return {
         "tokens": tokens,
         "chunk": chunk,
@@ -163,7 +163,7 @@ def chunk_programs(engine: Engine, chunk: int, capacity: int, batch: int = 1) ->
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
         )
 
-    empty = caches.empty.shapes(batch=batch, capacity=capacity, slots=capacity)
+    empty = caches.empty.trace(batch=batch, capacity=capacity, slots=capacity).out_info
     lengths = shaped(empty.lengths, at.batch)
     cache = shaped(empty._replace(lengths=None), at.rows)
     k, w = config.num_kv_heads, 2 * config.head_dim

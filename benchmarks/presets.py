@@ -9,6 +9,7 @@ from benchmarks import shapes
 from infinigen_jax.cli.options import read_policy
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import DTYPES
+from infinigen_jax.numeric import whole_number
 from infinigen_jax.settings.engine import WEIGHT_DTYPES
 
 # Name -> description, in order of priority when time is short.
@@ -81,18 +82,28 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", metavar="M", help="a real model in place of a random one; needs --text")
     add("--gguf", type=Path, metavar="FILE", help="file of the same model, for llama.cpp")
     add("--text", type=Path, metavar="FILE", help="text of the prompts of a real model")
-    add("--contexts", type=int, nargs="+", default=[1024, 4096, 16384], metavar="N")
-    add("--batch", type=int, default=1, help="sequences (default 1)")
+    add("--contexts", type=whole_number(1), nargs="+", default=[1024, 4096, 16384], metavar="N")
+    add("--batch", type=whole_number(1), default=1, help="sequences (default 1)")
     add("--dtype", choices=DTYPES, default="float32")
     add("--weight-dtype", choices=WEIGHT_DTYPES, help="small weights of --model, ours alone")
     add("--systems", nargs="+", type=system, default=list(SYSTEMS), metavar="NAME")
-    add("--tokens", type=int, default=32, help="tokens timed per round (default 32)")
-    add("--rounds", type=int, default=5, help="timed rounds (default 5)")
+    add("--tokens", type=whole_number(1), default=32, help="tokens timed per round (default 32)")
+    add("--rounds", type=whole_number(1), default=5, help="timed rounds (default 5)")
     add("--warmup", type=int, default=3, help="untimed rounds before the timed ones (default 3)")
-    add("--steps", type=int, default=80, help="single steps timed after the rounds (default 80)")
+    add(
+        "--steps",
+        type=whole_number(1),
+        default=80,
+        help="single steps timed after the rounds (default 80)",
+    )
     add("--trace-steps", type=int, default=4, help="steps traced by the profiler; 0: no breakdown")
     add("--budget", type=float, help="maximum share of rows fetched (default: the policy's)")
-    add("--budget-rows", type=int, default=256, help="rows of infinigen-fixed (default 256)")
+    add(
+        "--budget-rows",
+        type=whole_number(1),
+        default=256,
+        help="rows of infinigen-fixed (default 256)",
+    )
     add("--alpha", type=float, help="alpha of infinigen (default: the policy's)")
     add("--device-memory", type=float, metavar="GB", help="refuse systems that need more, in 1e9")
     add("--cap-seconds", type=float, default=math.inf, help="time after which nothing starts")
@@ -124,11 +135,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options, _ = parser.parse_known_args(argv)
     parser.set_defaults(**PRESETS.get(options.preset, {}))
     options = parser.parse_args(argv)
-    for name in ("batch", "tokens", "rounds", "steps", "budget_rows"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')}: it must be at least 1")
-    if min(options.contexts) < 1:
-        parser.error("--contexts: each must be at least 1")
     if options.model and not options.text:
         parser.error("--model: give --text as well, for the prompts")
     if options.weight_dtype and not options.model:

@@ -67,11 +67,8 @@ TAILS: Titled = [
 COLUMNS = {"all columns": 1.0, "three quarters, the default": 0.75, "half": 0.5, "a quarter": 0.25}
 # Inputs of a corrected query, and the names of their results.
 SEEN: Titled = [
-    (title, AHEAD | {"alpha": 4.0, "result": result})
-    for title, result in (
-        ("input", "perplexity-input-{model}"),
-        ("**after resident rows**", "perplexity-{model}"),
-    )
+    ("input", AHEAD | {"alpha": 4.0, "result": "perplexity-input-{model}"}),
+    ("**after resident rows**", AHEAD | {"alpha": 4.0, "result": "perplexity-{model}"}),
 ]
 DENSE: Titled = [
     (title, INFINIGEN | {"result": f"perplexity-dense-{layers}-{{model}}"})

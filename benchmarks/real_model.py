@@ -66,6 +66,7 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     score("length", 8192, "0.05 0.1", "full infinigen")
     score("budgets", 4096, "0.02 0.1", "full infinigen")
     score("others", 4096, "0.02 0.1", "full oracle quest window h2o")
+    score("poor", 4096, "0.02 0.1", "full infinigen-paper previous-query")
     score("others", 8192, "0.05", "full oracle quest window h2o")
     score("memory", 4096, "0.05 --dense-layers 4", "full window h2o", "wiki")
     score("settings", 4096, "0.05", SETTINGS)
@@ -86,11 +87,11 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     for name, given in {
         "1": f"{CONTEXTS} --systems {SYSTEMS} llama.cpp-f32 llama.cpp",
         "1-int4": f"{CONTEXTS} --systems {small}",
-        "4-int4": f"{CONTEXTS} --systems {small} --batch 4",
-        "8-int4": f"{CONTEXTS} --systems {small} --batch 8",
+        "1-half": f"{CONTEXTS} --systems infinigen llama.cpp-f16 --weight-dtype bfloat16",
+        "4-int4": f"1024 4096 --systems {small} --batch 4",
+        "4-int4-7680": f"7680 --systems {small} --batch 4",
         "1-llama": f"{CONTEXTS} --systems {llama}",
         "4-llama": f"{CONTEXTS} --systems {llama} --batch 4",
-        "8-llama": f"1024 4096 --systems {llama} --batch 8",
         "4": f"1024 4096 --systems {SYSTEMS} --batch 4",
         "8": f"1024 4096 --systems {SYSTEMS} --batch 8",
         "4-7680": "7680 --systems infinigen full-device transformers-static --batch 4",

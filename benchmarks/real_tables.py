@@ -33,10 +33,8 @@ SIZES: Titled = [
         (8192, 0.1, "length-{text}-8192"),
     )
 ]
-LOOKUPS = (
-    ("needles", "in a text", (1024, 2048, 4096, 7680)),
-    ("pairs", "among numbers", (1024, 2048, 4096, 7680)),
-)
+LOOKUPS = {"needles": "in a text", "pairs": "among numbers"}
+MASS = {"mass, % of the oracle's": "of oracle", "output error": "error", "fetched": "fetched"}
 RULES: Titled = [
     ("alpha 4 (default)", {"alpha": 4.0}),
     ("alpha 5", {"alpha": 5.0}),
@@ -120,8 +118,8 @@ TABLES: Mapping[str, tuple[Titled, Titled, str]] = {
         ],
         [
             (f"{title}, {length:,}", {"result": f"real-model/{kind}-{length}", "show": "accuracy"})
-            for kind, title, lengths in LOOKUPS
-            for length in lengths
+            for kind, title in LOOKUPS.items()
+            for length in (1024, 2048, 4096, 7680)
         ],
         "",
     ),
@@ -129,11 +127,7 @@ TABLES: Mapping[str, tuple[Titled, Titled, str]] = {
         [*OURS, *OTHERS],
         [
             (title, {"result": "real-model/recall-wiki-4096", "show": show})
-            for title, show in (
-                ("mass, % of the oracle's", "of oracle"),
-                ("output error", "error"),
-                ("fetched", "fetched"),
-            )
+            for title, show in MASS.items()
         ],
         "",
     ),

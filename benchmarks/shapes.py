@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from infinigen_jax.checkpoint.manifest import DEFAULT_SOURCE
 from infinigen_jax.checkpoint.skew_file import Ahead
 from infinigen_jax.convert.calibrate import CalibrationTokens, Calibrator
-from infinigen_jax.convert.defaults import DEFAULT_SOURCE
 from infinigen_jax.convert.loss import BUDGET, BUDGETS
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import Basis, Model, load

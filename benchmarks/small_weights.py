@@ -17,7 +17,7 @@ from benchmarks.files import RESULTS, note, write_json
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import Parser, run_command
 from infinigen_jax.evaluation.parts import Measurement
-from infinigen_jax.evaluation.perplexity import LIKELIEST, Scoring, lines_of, quality
+from infinigen_jax.evaluation.perplexity import HEAD, LIKELIEST, Scoring, cells, lines_of
 from infinigen_jax.evaluation.report import provenance, table
 from infinigen_jax.evaluation.texts import Text
 from infinigen_jax.evaluation.windows import add_window_options, cut_windows
@@ -56,9 +56,8 @@ def measure(options: argparse.Namespace) -> None:
     del model
     lines = lines_of(_measured(options, scoring), scoring)
     write_json(options.json, result | {"configurations": lines})
-    head, cells = quality(lines)
     rows = [[line["weights"], f"{line['weight_bytes']:,}", *cells(line)] for line in lines]
-    print(table(["weights", "bytes", *head], rows))
+    print(table(["weights", "bytes", *HEAD], rows))
 
 
 def _measured(options: argparse.Namespace, scoring: Scoring) -> Iterator[Measurement]:

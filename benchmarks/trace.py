@@ -65,10 +65,9 @@ def account(ops: Sequence[Op], steps: int) -> dict[str, Any]:
     """Divide the time from the first to the last operation among the parts.
 
     Returns:
-        step_ms; parts_ms, by part, which sum to it; layers_ms, the same by layer ("" for time
-        outside of layers); operations_ms, the longest by name; transfer_ms, the time of transfers;
-        hidden_share of that; guessed_share, the share of the step whose part was taken from
-        neighbours.
+        step_ms; parts_ms, by part, which sum to it; operations_ms, the longest by name;
+        transfer_ms, the time of transfers; hidden_share of that; guessed_share, the share of the
+        step whose part was taken from neighbours.
     """
     if not ops:
         raise ValueError("the trace shows no operations")
@@ -76,7 +75,6 @@ def account(ops: Sequence[Op], steps: int) -> dict[str, Any]:
     separate = [op.copy or op.name.startswith(GATHER_KERNEL) for op in ops]  # not on compute's line
     changes = sorted({time for op in ops for time in (op.start, op.end)})
     spent: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-    layers: dict[str, float] = collections.defaultdict(float)
     moving = hidden = uncertain = 0.0
     begun, active = 0, []
     for now, then in zip(changes, changes[1:], strict=False):
@@ -95,11 +93,9 @@ def account(ops: Sequence[Op], steps: int) -> dict[str, Any]:
         if main:
             last = max(main, key=lambda i: ops[i].start)
             spent[parts[last]] += length
-            layers[_layer(ops[last])] += length
             uncertain += length * (last in guessed)
         else:
             spent["exposed wait" if active else "idle"] += length
-            layers[_layer(ops[active[-1]]) if active else ""] += length
         if fetching:
             moving += length
             hidden += length * bool(other)
@@ -113,7 +109,6 @@ def account(ops: Sequence[Op], steps: int) -> dict[str, Any]:
         "steps": steps,
         "step_ms": total * scale,
         "parts_ms": {part: spent[part] * scale for part in PARTS},
-        "layers_ms": {name: layers[name] * scale for name in sorted(layers, key=_order)},
         "operations_ms": {name: durations[name] * scale for name in longest},
         "transfer_ms": moving * scale,
         "hidden_share": hidden / moving if moving else None,
@@ -140,15 +135,6 @@ def _part(path: str) -> str:
     """Return the part of the innermost scope of a path that has one."""
     names = [SCOPES[name] for name in path.split("/") if name in SCOPES]
     return names[-1] if names else "other"
-
-
-def _layer(op: Op) -> str:
-    match = re.search(r"(?:^|/)(layer\d+)(?:/|$)", op.path)
-    return match.group(1) if match else ""
-
-
-def _order(name: str) -> int:
-    return int(name.removeprefix("layer") or -1)
 
 
 def _on_other_line(ops: Sequence[Op], work: list[int], fetching: list[int]) -> bool:

@@ -25,25 +25,19 @@ def build_parser(
     parser = Parser(prog=program, description=summary)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, module in modules.items():
-        module.add_options(
-            commands.add_parser(name, help=module.SUMMARY, description=module.__doc__)
-        )
+        command = commands.add_parser(name, help=module.SUMMARY, description=module.__doc__)
+        module.add_options(command)
+        command.set_defaults(run=module.run)
     return parser
 
 
-def main(
-    argv: Sequence[str] | None = None,
-    modules: Mapping[str, Any] = COMMANDS,
-    program: str = PROGRAM,
-    summary: str = SUMMARY,
-) -> int:
-    """Run a sub-command of `modules`; return the exit status."""
-
-    parser = build_parser(modules, program, summary)
+def main(argv: Sequence[str] | None = None, *family: Any) -> int:
+    """Run a sub-command; `family` are arguments of `build_parser`. Return the exit status."""
+    parser = build_parser(*family)
 
     def run() -> None:
         arguments = parser.parse_args(argv)
-        modules[arguments.command].run(arguments, Messages(arguments.quiet))
+        arguments.run(arguments, Messages(arguments.quiet))
 
     return run_command(run, parser)
 

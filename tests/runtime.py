@@ -213,7 +213,12 @@ def scores_of(model: Model, policy: Policy, context: int = 40) -> np.ndarray:
         tokens[:, :context].tolist(), max_new_tokens=20
     )
     steps = range(context, context + 19)
-    return np.stack([np.asarray(run.score(tokens[:, i], tokens[:, i + 1])) for i in steps])
+    return np.stack([score(run, tokens[:, i], tokens[:, i + 1]) for i in steps])
+
+
+def score(run: Run, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Decode given tokens [b]; return the log-probabilities [b] of the given next ones."""
+    return np.asarray(run.predict(tokens))[np.arange(len(targets)), targets]
 
 
 class PlainLayer(NamedTuple):
@@ -265,7 +270,7 @@ def large_cache(decoder: Decoder, capacity: int, batch: int = 1) -> Cache:
         )
 
     empty = cache_steps(decoder).empty
-    cache: Any = empty.shapes(batch=batch, capacity=capacity, slots=capacity)
+    cache: Any = empty.trace(batch=batch, capacity=capacity, slots=capacity).out_info
     lengths = shaped(cache.lengths, at.batch)
     shape = (decoder.host_layers, batch, decoder.config.num_kv_heads, capacity, stored.width)
     host = jax.ShapeDtypeStruct(shape, stored.storage, sharding=at.host)

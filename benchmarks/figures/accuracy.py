@@ -40,11 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measured_lines(session: Session) -> list[dict[str, Any]]:
-    """Measure all configurations of a session; return the lines of the result.
-
-    Raises:
-        InputError: lm-eval is not installed, or a task does not exist.
-    """
+    """Measure all configurations of a session; return the lines of the result."""
     given = session.arguments
     if importlib.util.find_spec("lm_eval") is None:
         raise InputError("--tasks: lm-eval is not installed; pip install '.[eval]'")

@@ -8,8 +8,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.figures.common import add_options as add_evaluation_options
-from benchmarks.figures.common import finish, measure
+from benchmarks.figures.common import add_evaluation_options, finish, measure
 from benchmarks.plots import Panel
 from infinigen_jax.evaluation.report import labels
 from infinigen_jax.evaluation.session import Session
@@ -18,7 +17,6 @@ SUMMARY = "perplexity by position, against H2O (figure 12)"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this figure."""
     add_evaluation_options(
         parser,
         tasks=False,
@@ -30,7 +28,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Measure, print the table and write the files."""
     measured = measure(arguments, Session.of(arguments, say))
     named = list(zip(labels(measured.lines), measured.lines, strict=True))
 

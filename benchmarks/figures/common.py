@@ -31,7 +31,9 @@ class Measured(NamedTuple):
     cells: Cells
 
 
-def add_options(parser: argparse.ArgumentParser, *, tasks: bool, **defaults: Any) -> None:
+def add_evaluation_options(
+    parser: argparse.ArgumentParser, *, tasks: bool, **defaults: Any
+) -> None:
     """Add the options of `evaluate perplexity`, and those of tasks if the figure has them.
 
     Args:
@@ -46,18 +48,16 @@ def add_options(parser: argparse.ArgumentParser, *, tasks: bool, **defaults: Any
 
 
 def measure(arguments: argparse.Namespace, session: Session) -> Measured:
-    """Measure all configurations of a session on --text or --tasks, whichever is given.
-
-    Raises:
-        InputError: neither or both are given.
-    """
+    """Measure all configurations of a session on --text or --tasks, whichever is given."""
     checked_plot(arguments.plot)
     names = getattr(arguments, "tasks", None)
     if (arguments.text is None) == (names is None):
         raise InputError("give either --text F for perplexity or --tasks NAME for accuracy")
     if names is None:
         lines = perplexity.measured_lines(session)
-        return Measured(session, lines, "perplexity", "perplexity", *perplexity.quality(lines))
+        return Measured(
+            session, lines, "perplexity", "perplexity", perplexity.HEAD, perplexity.cells
+        )
     lines = accuracy.measured_lines(session)
     title = "accuracy, mean of the tasks"
     return Measured(session, lines, "accuracy", title, *accuracy.quality(lines))

@@ -12,8 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from benchmarks.figures.common import add_options as add_evaluation_options
-from benchmarks.figures.common import finish, level, measure, over
+from benchmarks.figures.common import add_evaluation_options, finish, level, measure, over
 from benchmarks.plots import Panel
 from infinigen_jax.cache.row_format import row_format
 from infinigen_jax.evaluation.report import percent
@@ -25,7 +24,6 @@ PAPER = ((2, 0.2), (4, 0.2), (5, 0.4), (7, 0.6))  # alpha and budget for OPT-6.7
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this figure."""
     policies = [f"{name}:budget={b}" for name in ("infinigen", "h2o", "window") for b in BUDGETS]
     policies += [f"infinigen-paper:alpha={a},budget={b}" for a, b in PAPER]
     add_evaluation_options(
@@ -34,7 +32,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Measure, print the table and write the files."""
     session = Session.of(arguments, say)
     # Smaller rows are an alternative to selection; the figure does not combine them.
     session.chosen = [c for c in session.chosen if c.rows == "auto" or c.policy.name == "full"]

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
-from benchmarks.figures.common import add_options as add_evaluation_options
-from benchmarks.figures.common import finish, measure, over
+from benchmarks.figures.common import add_evaluation_options, finish, measure, over
 from benchmarks.plots import Panel
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.session import Session
@@ -27,7 +26,6 @@ SINKS = 4
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this figure."""
     policies = ["infinigen", "infinigen-paper", "h2o", "window"]
     add_evaluation_options(parser, tasks=False, policy=policies)
     add, kept = parser.add_argument, whole_number(SINKS + 4)
@@ -37,7 +35,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Measure, print the table and write the files."""
     for length in arguments.length or []:
         check_range("--length", length, 2 * arguments.kept)
     for given in ("window", "context", "budget"):

@@ -10,8 +10,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.figures.common import add_options as add_evaluation_options
-from benchmarks.figures.common import finish, measure, over
+from benchmarks.figures.common import add_evaluation_options, finish, measure, over
 from benchmarks.plots import Panel
 from infinigen_jax.evaluation.session import Session
 from infinigen_jax.settings.pool import POOL_EVICTIONS
@@ -21,7 +20,6 @@ MADE_OTHER = ("pool", "tail_tokens", "tail_columns")  # settings that a limit ch
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this figure."""
     add_evaluation_options(
         parser,
         tasks=False,
@@ -34,7 +32,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Measure, print the table and write the files."""
     measured = measure(arguments, Session.of(arguments, say))
     unlimited = {
         without_pool(line): line for line in measured.lines if line["settings"]["pool"] == "all"

@@ -8,8 +8,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.figures.common import add_options as add_evaluation_options
-from benchmarks.figures.common import finish, level, measure, over
+from benchmarks.figures.common import add_evaluation_options, finish, level, measure, over
 from benchmarks.plots import Panel
 from infinigen_jax.evaluation.session import Session
 
@@ -25,7 +24,6 @@ ALPHA_SWEEP_RATIO = {"infinigen-paper": 0.2, "infinigen": 0.75}  # for the sweep
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this figure."""
     sweeps: dict[str, None] = {}  # the two share a point
     for name, ratio in ALPHA_SWEEP_RATIO.items():
         pairs = [(alpha, ratio) for alpha in ALPHAS] + [(ALPHA, each) for each in RATIOS[name]]
@@ -35,7 +33,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Measure, print the table and write the files."""
     measured = measure(arguments, Session.of(arguments, say))
     panels = [
         Panel("alpha", measured.title, sweep(measured.lines, measured.quality, "alpha", ALPHAS)),

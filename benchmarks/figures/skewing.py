@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.figures.common import add_options as add_evaluation_options
-from benchmarks.figures.common import finish, level, measure, over
+from benchmarks.figures.common import add_evaluation_options, finish, level, measure, over
 from benchmarks.plots import Panel
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.session import Session
@@ -34,7 +33,6 @@ CALIBRATION_TOKENS = 2048
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this figure."""
     policy = ["infinigen-paper:alpha=inf,budget=0.2"]
     add_evaluation_options(parser, tasks=True, policy=policy, partial_ratio=list(RATIOS))
     add = parser.add_argument
@@ -49,7 +47,6 @@ class Unskewed(Session):
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Measure, print the table and write the files."""
     bases = arguments.bases
     skewed = [basis for basis in bases if basis != "none"]
     measured, lines = None, []
@@ -87,11 +84,7 @@ def _with_bases(arguments: argparse.Namespace, bases: Sequence[str]) -> argparse
 
 
 def unskewed(model: "Model", folder: Any) -> "Model":
-    """Replace the paper's basis by the keys' columns, those with the longest queries first.
-
-    Raises:
-        InputError: the conversion skewed the model's weights, or stored no bases.
-    """
+    """Replace the paper's basis by the keys' columns, those with the longest queries first."""
     from infinigen_jax.convert.calibrate import DEFAULT_TEXT, Calibrator, tokenized_file
     from infinigen_jax.loading.load import Basis
 

@@ -49,9 +49,6 @@ def checked_mesh(mesh: Mesh | None, kv_heads: int) -> Mesh:
     """Return a mesh on which arrays of a model with `kv_heads` KV heads can be placed.
 
     A mesh with Explicit axes, as `jax.make_mesh` makes it, is replaced by one with Auto axes.
-
-    Raises:
-        InputError: for other axis names, or KV heads that the devices cannot share equally.
     """
     if mesh is None:
         return default_mesh()

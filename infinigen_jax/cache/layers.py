@@ -23,9 +23,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from infinigen_jax.cache.row_format import RowFormat
 from infinigen_jax.ops.attention import Part, packed
 from infinigen_jax.ops.barriers import after
 from infinigen_jax.ops.bit_storage import from_kept, to_kept
+from infinigen_jax.ops.indexing import by_head
 from infinigen_jax.ops.span import Span, put_span
 
 Summed = Callable[[Array], Array]  # maps rows [b, k, n, w] to the terms of their sum [b, k, n, d]
@@ -222,6 +224,20 @@ def sums_of_values(
     return jnp.sum(values, axis=2, keepdims=True)
 
 
+def storage_error(
+    stored: RowFormat,
+    scales: Any,
+    encoded: Shaped[Array, "b k n w2"],
+    rows: Float[Array, "b k n w"],
+    counted: Bool[Array, "b k n"],
+) -> Float[Array, "b k 1 d"] | float:
+    """Return how much storing the counted rows changes the sum of their values."""
+    if stored.exact:
+        return 0.0
+    decoded = stored.decode(scales, encoded)
+    return sums_of_values(decoded, counted) - sums_of_values(rows, counted)
+
+
 def _picked(
     layer: DenseLayer | Sliding, positions: Int[Array, "b n"], slots: Slots | None, dtype: Any
 ) -> Part:
@@ -256,9 +272,7 @@ def _add_leaving(
     if not slots.tail_block:
         return left + jnp.sum(values, axis=2, keepdims=True)
     block = jnp.where(leaves, positions // slots.tail_block, left.shape[2])[:, None]
-    batch = jnp.arange(left.shape[0], dtype=jnp.int32)[:, None, None]
-    head = jnp.arange(left.shape[1], dtype=jnp.int32)[None, :, None]
-    return left.at[batch, head, block].add(values, mode="drop")
+    return by_head(left, block).add(values, mode="drop")
 
 
 def _put(

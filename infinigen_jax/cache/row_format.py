@@ -183,10 +183,6 @@ def row_format(name: str, dtype: Any, head_dim: int, as_bits: bool = False) -> R
 
     Args:
         name: one of `settings.engine.ROW_FORMATS`; "auto" keeps rows exact, in the model's dtype.
-
-    Raises:
-        InputError: for another name, or a head size that cannot be cut into groups of 32 to 64
-            columns.
     """
     check_setting(EngineOptions, "rows", name)
     kind = "exact" if name == "auto" else name

@@ -42,10 +42,7 @@ SETTINGS = {
     "num_local_experts": "expert_count",
     "rope_local_base_freq": "rope.freq_base_swa",
 }
-TOKENS = {
-    "bos_token_id": "bos_token_id",
-    "pad_token_id": "padding_token_id",
-}
+TOKENS = {"bos_token_id": "bos_token_id", "pad_token_id": "padding_token_id"}
 # llama.cpp also ends a turn at these tokens, regardless of the settings.
 END_OF_TURN = (
     *("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>"),
@@ -102,17 +99,15 @@ GELU = "gelu_pytorch_tanh"
 GEMMA: dict[str, Any] = {"names": POST_NORM_NAMES, "shift": 1, "activation": GELU}
 JOINED = {"ffn_up": "mlp.gate_up_proj"}
 ARCHITECTURES = {
-    "llama": Architecture("llama", permuted=True),
+    **{name: Architecture(name) for name in ("cohere2", "ernie4_5", "exaone", "qwen2", "qwen3")},
+    **{name: Architecture(name, permuted=True) for name in ("granite", "llama", "smollm3")},
     "apertus": Architecture(
         "apertus",
         names={"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
         activation="xielu",
     ),
     "arcee": Architecture("arcee", permuted=True, activation="relu2"),
-    "cohere2": Architecture("cohere2"),
     "command-r": Architecture("cohere"),
-    "ernie4_5": Architecture("ernie4_5"),
-    "exaone": Architecture("exaone"),
     "exaone4": Architecture("exaone4", names=POST_NORM_NAMES),
     "gemma": Architecture("gemma", shift=1, activation=GELU),
     "gemma2": Architecture("gemma2", **GEMMA),
@@ -125,7 +120,6 @@ ARCHITECTURES = {
             "post_ffw_norm": "post_mlp_layernorm",
         },
     ),
-    "granite": Architecture("granite", permuted=True),
     "hunyuan-dense": Architecture(
         "hunyuan_v1_dense",
         names={
@@ -137,12 +131,9 @@ ARCHITECTURES = {
     "nemotron": Architecture("nemotron", shift=1, activation="relu2"),
     "olmo2": Architecture("olmo2", names=POST_NORM_NAMES),
     "phi3": Architecture("phi3", names=JOINED),
-    "qwen2": Architecture("qwen2"),
     "qwen2vl": Architecture("qwen2"),
-    "qwen3": Architecture("qwen3"),
     "qwen3vl": Architecture("qwen3"),
     "seed_oss": Architecture("seed_oss", names={"post_attention_norm": "post_attention_layernorm"}),
-    "smollm3": Architecture("smollm3", permuted=True),
     "starcoder2": Architecture(
         "starcoder2", names={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}, activation=GELU
     ),
@@ -232,7 +223,6 @@ def _neighbours_apart(file: GgufFile) -> int | None:
 
 
 def architecture(file: GgufFile) -> tuple[str, Architecture]:
-    """Return the file's architecture by llama.cpp's name."""
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise UnsupportedModelError(

@@ -48,6 +48,8 @@ MANIFEST_FILE = "infinigen.json"
 SKEW_FILE = "infinigen.safetensors"
 AHEAD_FILE = "infinigen_ahead.safetensors"
 SKEWS = ("svd", "balanced", "none")
+DEFAULT_SKEW = "balanced"
+DEFAULT_SOURCE = "resident"  # of a corrected query
 AGAIN = "convert the model again"
 
 

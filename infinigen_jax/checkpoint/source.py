@@ -13,7 +13,6 @@ from infinigen_jax.models import Blueprint, ModelConfig
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a path names a GGUF file."""
     return path.suffix == gguf_model.SUFFIX and not path.is_dir()
 
 
@@ -31,7 +30,6 @@ def read_config(source: Path) -> tuple[dict[str, Any], ModelConfig]:
 
 
 def open_tensors(source: Path) -> dict[str, TensorSource]:
-    """Return all tensors by their names in a Hugging Face folder."""
     if is_gguf(source):
         return gguf_model.open_tensors(GgufFile(source))
     return hf_folder.open_tensors(source)

@@ -192,12 +192,10 @@ class Talk:
             )
             with contextlib.closing(pieces):
                 for piece in self._say.decoding(pieces, READING):
-                    sys.stdout.write(piece)
-                    sys.stdout.flush()
+                    print(piece, end="", flush=True)
                     if interrupted.is_set():
                         break
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        print(flush=True)
         self._seconds = time.perf_counter() - started
         if not self._by_hand:
             self._say(self._dialogue.summary(self._seconds))

@@ -59,8 +59,7 @@ def _editor() -> Callable[[], str | None]:
 def _plain_line() -> str | None:
     """Return the next line of stdin, None at the end or after Ctrl-C."""
     if sys.stdin.isatty():
-        sys.stderr.write(PROMPT)
-        sys.stderr.flush()
+        print(PROMPT, end="", file=sys.stderr, flush=True)
     try:
         line = sys.stdin.readline()
     except UnicodeDecodeError:

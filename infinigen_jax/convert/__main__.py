@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from infinigen_jax.convert.defaults import DEFAULT_SOURCE
+from infinigen_jax.checkpoint.manifest import DEFAULT_SOURCE
 from infinigen_jax.errors import Parser, run_command
 from infinigen_jax.messages import Messages
 

@@ -51,7 +51,6 @@ class CalibrationTokens(NamedTuple):
 def tokenized_file(
     path: Path, tokenizer: Tokenizer, config: ModelConfig, limit: int
 ) -> CalibrationTokens:
-    """Return the tokens of a calibration text."""
     text = read_text("calibration", path, limit * CHARACTERS_PER_TOKEN)
     ids = tokenizer.encode(text)
     return windows(np.asarray(ids, np.int64), config, limit, str(path), text.encode())

@@ -17,6 +17,8 @@ from infinigen_jax.checkpoint.hf_folder import EMBEDDED, SAFETENSORS, TensorSour
 from infinigen_jax.checkpoint.hub import fetched
 from infinigen_jax.checkpoint.manifest import (
     AHEAD_FILE,
+    DEFAULT_SKEW,
+    DEFAULT_SOURCE,
     MANIFEST_FILE,
     SKEW_FILE,
     SKEWS,
@@ -41,7 +43,6 @@ from infinigen_jax.convert.calibrate import (
     tokenized_file,
     windows,
 )
-from infinigen_jax.convert.defaults import DEFAULT_SKEW, DEFAULT_SOURCE
 from infinigen_jax.convert.loss import BUDGET, BUDGETS
 from infinigen_jax.convert.write import (
     check_destination,
@@ -212,12 +213,12 @@ class _Job:
         layout = {spec.name: (self.dtype, spec.shape) for spec in self.specs.flat()}
         with contextlib.ExitStack() as stack:
 
-            def opened(name: str, *arguments: Any) -> SafetensorsWriter:
-                return SafetensorsWriter(stack.enter_context(open(out / name, "wb")), *arguments)
+            def opened(name: str, layout: Any) -> SafetensorsWriter:
+                return SafetensorsWriter(stack.enter_context(open(out / name, "wb")), layout)
 
             files: dict[str, SafetensorsWriter] = {}
             if whole:
-                files[SAFETENSORS] = opened(SAFETENSORS, layout, {"format": "pt"})
+                files[SAFETENSORS] = opened(SAFETENSORS, layout)
             if self.skew == "balanced":
                 files[AHEAD_FILE] = opened(AHEAD_FILE, self._ahead_layout())
             if whole:

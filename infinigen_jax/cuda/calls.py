@@ -47,9 +47,6 @@ def gather(
 
     Slots are numbered by `cache.host_array.kernel_slots`; rows after the valid ones are undefined.
     `hot` are the hot set's rows, updated in place if donated; `entry` and `miss` its replacement.
-
-    Raises:
-        InputError: rows are not whole vectors of 16 bytes, or too many for one launch.
     """
     t, w = host.shape[3:]
     b, k, n = slots.shape

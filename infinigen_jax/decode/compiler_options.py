@@ -3,13 +3,13 @@
 import functools
 import logging
 import os
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
 from infinigen_jax.cuda.launch import CONCURRENT
 from infinigen_jax.decode.layout import Layout
+from infinigen_jax.files.user_cache import CPU_INFO, cpu_info
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,6 @@ LONG_VECTORS = "avx512_vbmi2"
 # of a few queries, since it materialises their operands; it therefore gets products only.
 LIBRARY = "xla_cpu_experimental_ynn_fusion_type"
 PRODUCTS: Options = {LIBRARY: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
-CPU_INFO = Path("/proc/cpuinfo")
 
 
 def chunk_options(layout: Layout) -> Options:
@@ -66,15 +65,7 @@ def long_vectors() -> bool:
     """Whether this CPU has full-clock 512-bit vectors and the environment sets no vector width."""
     if jax.default_backend() != "cpu" or WIDTH in os.environ.get("XLA_FLAGS", ""):
         return False
-    return LONG_VECTORS in _cpu_info(CPU_INFO)
-
-
-@functools.cache
-def _cpu_info(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError:  # not Linux
-        return ""
+    return LONG_VECTORS in cpu_info(CPU_INFO)
 
 
 def _known(options: Options, without: str | None = None) -> Options:

@@ -248,7 +248,6 @@ class HostRows:
 
 
 def layer_rows(layout: Layout, inputs: LayerInputs, state: LayerState) -> DeviceRows | HostRows:
-    """Return the rows of a layer, on the device or on the host."""
     common: Any = layout, state.local, inputs.positions, state.observed
     if inputs.place is None:
         return DeviceRows(*common)

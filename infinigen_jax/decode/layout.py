@@ -71,7 +71,6 @@ class Layout:
 
     @property
     def host_layers(self) -> int:
-        """Number of layers that keep their cache on the host."""
         return len(self.on_host)
 
     def host_number(self, layer: int) -> int:
@@ -121,16 +120,11 @@ class Layout:
         shares = share_out(self.curves, layers, policy.budget)
         return dict(zip(self.selecting, shares, strict=True))
 
-    def budget_policy(self, number: int) -> Policy:
-        """Return the policy with the budget of one host layer."""
-        if number not in self.budgets:
-            return self.policy
-        policy: Any = self.policy
-        return dataclasses.replace(policy, budget=self.budgets[number])
-
     def request_sizes(self, capacity: int) -> list[int]:
         """Return the rows allowed per sequence and KV head, for each selecting layer."""
-        return [self.budget_policy(i).request_size(capacity) for i in self.selecting]
+        policy: Any = self.policy
+        policies = [dataclasses.replace(policy, budget=share) for share in self.budgets.values()]
+        return [x.request_size(capacity) for x in policies or [policy] * len(self.selecting)]
 
     def request_size(self, capacity: int) -> int:
         """Return the static number of rows in a request, so that one program serves all layers.

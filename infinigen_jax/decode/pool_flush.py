@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import gather_rows, store_rows
 from infinigen_jax.cache.hot_set import forget
-from infinigen_jax.cache.layers import Resident, sums_of_values
+from infinigen_jax.cache.layers import Resident, storage_error, sums_of_values
 from infinigen_jax.cache.pool import Insertion, Kept, insert
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.models import Params
@@ -79,8 +79,5 @@ def _left(
     old = jnp.minimum(place.slots, cache.host.shape[3] - 1)
     evicted_rows = gather_rows(cache.host, jnp.int32(number), old, decoder.mesh)
     left = left - sums_of_values(stored_rows.decode(scales, evicted_rows), place.evicted)
-    if stored_rows.exact:
-        return left
     new = place.slots < cache.host.shape[3]
-    left = left + sums_of_values(stored_rows.decode(scales, stored), new)
-    return left - sums_of_values(rows, new)
+    return left + storage_error(stored_rows, scales, stored, rows, new)

@@ -327,12 +327,8 @@ def steps(decoder: Decoder) -> Steps:
     def predict(params: Params, x: Array, lengths: Array) -> tuple:
         return *decoder.predict(params, x), lengths + 1
 
-    def flush_pool(policy: Any, cache: Cache) -> Cache:
-        return pooled.flush(decoder, policy, cache)
-
     def program(function: Callable[..., Any], out: Any, **options: Any) -> Program:
-        settings = {"out_shardings": out, "compiler_options": step_options(decoder)} | options
-        return Program(function, decoder, **settings)
+        return Program(function, decoder, out, compiler_options=step_options(decoder), **options)
 
     at: Any = Placement(decoder.mesh)
     counts, live = Counts(at.batch, at.batch), StepCache(at.rows, at.rows, at.rows, at.batch)
@@ -357,7 +353,7 @@ def steps(decoder: Decoder) -> Steps:
         flush=program(
             decoder.flush, (at.host, at.rows), donate_argnums=(2, 3), static_argnames="streams"
         ),
-        flush_pool=program(flush_pool, whole, donate_argnums=1),
+        flush_pool=program(functools.partial(pooled.flush, decoder), whole, donate_argnums=1),
     )
 
 

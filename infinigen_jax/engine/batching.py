@@ -111,7 +111,7 @@ def admission(decoder: Decoder) -> Admission:
     return Admission(
         insert=jax.jit(insert, donate_argnums=0, out_shardings=(cache, at.batch)),
         extract=jax.jit(extract, donate_argnums=0, out_shardings=(cache, at.batch)),
-        rest=Program(rest, (), out_shardings=at.batch),
+        rest=Program(rest, (), at.batch),
     )
 
 

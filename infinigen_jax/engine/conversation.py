@@ -198,9 +198,8 @@ class Conversation:
         record = file.record
         with file.interpreting():
             _check_settings(path, record, runtime)
-            defaults = defaults_of(Sampling)
-            saved = defaults | record["sampling"]  # older files lack some settings
-            sampling = Sampling(**{n: type(x)(saved[n]) for n, x in defaults.items()})
+            saved = record["sampling"]
+            sampling = Sampling(**{n: type(x)(saved[n]) for n, x in defaults_of(Sampling).items()})
             context, tokens = record["context"], record["tokens"]
             cached, drawn = record["cached"], record["drawn"]
             numbers = [context, cached, drawn, *tokens]
@@ -214,7 +213,7 @@ class Conversation:
                 {str(name): str(text) for name, text in message.items()}
                 for message in record["messages"]
             ]
-            conversation.template = record.get("template")  # older files have none
+            conversation.template = record["template"]
         conversation._check_memory(cached)
         cache = None
         if cached:
@@ -238,11 +237,6 @@ class Conversation:
         run.settle()
         drawn = self._drawn + len(run.new_tokens[0])
         self._begun = Begun(run.cache, [int(run.cached[0])], drawn, run.draft_length)
-
-
-# Settings missing from older files, with the values in effect then.
-LATER = {"speculate_from": "input", "tail_columns": "0"}
-UNRECORDED = ("weight dtype", "lossless")  # in older files, which may have any value
 
 
 def check_runtime(runtime: Runtime) -> None:
@@ -281,9 +275,7 @@ def settings_of(runtime: Runtime) -> dict[str, str]:
 
 def _check_settings(path: str | Path, record: dict[str, Any], runtime: Runtime) -> None:
     """Raise InputError for a conversation with another model or other settings."""
-    current = settings_of(runtime)
-    saved = {name: value for name, value in LATER.items() if name in current}
-    saved |= {name: current[name] for name in UNRECORDED} | record["settings"]
+    current, saved = settings_of(runtime), record["settings"]
     differences = [
         f"{name} {saved[name]}, not {value}"
         for name, value in current.items()

@@ -22,9 +22,6 @@ def make_drafter(decoder: Decoder, weights: Weights, dtype: str | None) -> tuple
 
     A copy shares the embedding and the policy's arrays with `weights`. `dtype` is the form of its
     matrices, see `models.small_weights`; None for no copy.
-
-    Raises:
-        ParameterError: if the matrices are small already.
     """
     if dtype is None:
         return decoder, weights

@@ -8,7 +8,6 @@ from typing import Any
 from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.loading.load import Model
 from infinigen_jax.text.detokenize import checked_text
-from infinigen_jax.text.templates import render_chat
 from infinigen_jax.text.tokenizer import check_vocabulary
 
 Prompt = str | Sequence[int]
@@ -16,11 +15,7 @@ UNSETTLED = 8  # trailing tokens whose tokenisation may change when text is appe
 
 
 def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return a list of prompts; a single prompt becomes a list of one.
-
-    Raises:
-        InputError: if a prompt is neither text nor token numbers.
-    """
+    """Return a list of prompts; a single prompt becomes a list of one."""
     given: Any = _listed(prompts)
     if isinstance(given, str) or (isinstance(given, list) and given and _is_token(given[0])):
         return [given]
@@ -55,9 +50,6 @@ def encode(model: Model, prompt: Prompt, *, first: bool = True) -> list[int]:
 
     Args:
         first: whether the prompt begins a text. Continuations get no special tokens.
-
-    Raises:
-        InputError: for an empty prompt, or a token that is no number of the model's vocabulary.
     """
     if isinstance(prompt, str):
         if not prompt:
@@ -74,50 +66,3 @@ def encode(model: Model, prompt: Prompt, *, first: bool = True) -> list[int]:
         raise ParameterError("prompts", "the prompt has no tokens; give at least one")
     check_vocabulary("prompts", tokens, model.config.vocab_size)
     return tokens
-
-
-def encode_chat(model: Model, messages: list[dict[str, Any]]) -> list[int]:
-    """Return the token numbers of a chat, with a prompt for the next answer.
-
-    Args:
-        messages: "role" and "content" of each, for the model's chat template.
-
-    Raises:
-        InputError: if the model has no template, or its template refuses the messages.
-    """
-    tokenizer = model.tokenizer
-    if tokenizer is None or tokenizer.chat_template is None:
-        raise InputError("this model has no chat template; give prompts as text")
-    text = render_chat(tokenizer.chat_template, messages, tokenizer.special_tokens)
-    return encode(model, text, first=False)
-
-
-def encode_with_prefix(model: Model, prefix: Prompt, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Return the token numbers of prompts that share a prefix; text is tokenised as a whole.
-
-    Raises:
-        InputError: if `encode` raises it, or if text and token numbers are mixed.
-    """
-    sequences = []
-    if isinstance(prefix, str):
-        checked_text("prefix", prefix)
-    for prompt in prompts:
-        if not len(prefix):
-            sequences.append(encode(model, prompt))
-        elif isinstance(prompt, str) and isinstance(prefix, str):
-            sequences.append(encode(model, prefix + prompt))
-        elif isinstance(prompt, str) or isinstance(prefix, str):
-            raise ParameterError("prefix", "give it like the prompts, as text or as token numbers")
-        else:
-            sequences.append(encode(model, [*prefix, *prompt]))
-    return sequences
-
-
-def prefix_tokens(model: Model, prefix: Prompt, *, first: bool = True) -> int:
-    """Return the number of tokens that all prompts with a prefix share.
-
-    The last tokens of a text prefix are excluded: appended text may change their tokenisation.
-    """
-    if not isinstance(prefix, str):
-        return len(prefix)
-    return max(0, len(encode(model, prefix, first=first)) - UNSETTLED) if prefix else 0

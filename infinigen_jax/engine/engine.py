@@ -1,9 +1,4 @@
-"""The engine: prompts in, tokens and statistics out.
-
-engine = Engine(load(path), policy=InfiniGen(budget=0.1))
-for step in engine.stream(["Once upon a time"], max_new_tokens=64):
-    ...
-"""
+"""The engine: prompts in, tokens and statistics out."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,14 +9,7 @@ from jax.sharding import Mesh
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Weights
 from infinigen_jax.engine.conversation import Conversation
-from infinigen_jax.engine.encoding import (
-    Prompt,
-    encode,
-    encode_chat,
-    encode_with_prefix,
-    prefix_tokens,
-    prompt_list,
-)
+from infinigen_jax.engine.encoding import UNSETTLED, Prompt, encode, prompt_list
 from infinigen_jax.engine.generation import Run
 from infinigen_jax.engine.lossless import make_run
 from infinigen_jax.engine.results import Generation, Step
@@ -33,7 +21,9 @@ from infinigen_jax.numeric import check_range
 from infinigen_jax.policies import Policy
 from infinigen_jax.prefill.prefill import Notify
 from infinigen_jax.settings.sampling import MOST_LOG_PROBS, Sampling
+from infinigen_jax.text.detokenize import checked_text
 from infinigen_jax.text.stops import checked_stops
+from infinigen_jax.text.templates import render_chat
 
 
 def samplings(given: Sampling | Sequence[Sampling] | None, prompts: int) -> list[Sampling]:
@@ -102,20 +92,60 @@ class Engine:
         return self.runtime.prefill_chunk
 
     def encode(self, prompt: Prompt, *, first: bool = True) -> list[int]:
-        """Return the token numbers of a prompt; see `encoding.encode`."""
+        """Return the token numbers of a prompt.
+
+        Args:
+            first: whether the prompt begins a text. Continuations get no special tokens.
+
+        Raises:
+            InputError: for an empty prompt, or a token that is no number of the vocabulary.
+        """
         return encode(self.model, prompt, first=first)
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Return the token numbers of a chat; see `encoding.encode_chat`."""
-        return encode_chat(self.model, messages)
+        """Return the token numbers of a chat, with a prompt for the next answer.
+
+        Args:
+            messages: "role" and "content" of each, for the model's chat template.
+
+        Raises:
+            InputError: if the model has no template, or its template refuses the messages.
+        """
+        tokenizer = self.model.tokenizer
+        if tokenizer is None or tokenizer.chat_template is None:
+            raise InputError("this model has no chat template; give prompts as text")
+        text = render_chat(tokenizer.chat_template, messages, tokenizer.special_tokens)
+        return self.encode(text, first=False)
 
     def encode_with_prefix(self, prefix: Prompt, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Return the token numbers of prompts that share a prefix; see `encoding`."""
-        return encode_with_prefix(self.model, prefix, prompts)
+        """Return the token numbers of prompts that share a prefix; text is tokenised as a whole.
+
+        Raises:
+            InputError: if `encode` raises it, or if text and token numbers are mixed.
+        """
+        sequences = []
+        if isinstance(prefix, str):
+            checked_text("prefix", prefix)
+        for prompt in prompts:
+            if not len(prefix):
+                sequences.append(self.encode(prompt))
+            elif isinstance(prompt, str) and isinstance(prefix, str):
+                sequences.append(self.encode(prefix + prompt))
+            elif isinstance(prompt, str) or isinstance(prefix, str):
+                why = "give it like the prompts, as text or as token numbers"
+                raise ParameterError("prefix", why)
+            else:
+                sequences.append(self.encode([*prefix, *prompt]))
+        return sequences
 
     def prefix_tokens(self, prefix: Prompt, *, first: bool = True) -> int:
-        """Return the number of tokens that all prompts with a prefix share; see `encoding`."""
-        return prefix_tokens(self.model, prefix, first=first)
+        """Return the number of tokens that all prompts with a prefix share.
+
+        The last tokens of a text prefix are excluded: appended text may change their tokenisation.
+        """
+        if not isinstance(prefix, str):
+            return len(prefix)
+        return max(0, len(self.encode(prefix, first=first)) - UNSETTLED) if prefix else 0
 
     def start(
         self,
@@ -228,22 +258,11 @@ class Engine:
         """
         return Conversation.resume(self.runtime, path)
 
-    def _begin(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        prefix: Prompt,
-        max_new_tokens: int,
-        sampling: Sampling | Sequence[Sampling] | None,
-        batch: int | None,
-        log_probs: int | None,
-        stop: str | Sequence[str],
-    ) -> Run:
+    def _begin(self, prompts: Any, prefix: Prompt, *arguments: Any, **options: Any) -> Run:
         given = prompt_list(prompts)
-        encoded = self.encode_with_prefix(prefix, given)
-        options: Any = {"fit": True, "log_probs": log_probs, "stop": stop}
         options["continues"] = all(isinstance(prompt, str) for prompt in given)
-        options["prefix"] = self.prefix_tokens(prefix)
-        return self.start(encoded, sampling, max_new_tokens, batch=batch, **options)
+        options |= {"fit": True, "prefix": self.prefix_tokens(prefix)}
+        return self.start(self.encode_with_prefix(prefix, given), *arguments, **options)
 
     def stream(
         self,
@@ -268,7 +287,8 @@ class Engine:
             prefix: common beginning of all prompts, text if they are text; read and stored once.
             log_probs, stop: see `start`.
         """
-        run = self._begin(prompts, prefix, max_new_tokens, sampling, batch, log_probs, stop)
+        given: Any = {"batch": batch, "log_probs": log_probs, "stop": stop}
+        run = self._begin(prompts, prefix, sampling, max_new_tokens, **given)
         for tokens in run.tokens(ignore_eos=ignore_eos):
             yield Step(tokens, run.push_text(tokens), run.choices(tokens))
         tail = run.finish_text()
@@ -288,7 +308,8 @@ class Engine:
         stop: str | Sequence[str] = (),
     ) -> Generation:
         """Return the complete result, in the order of the prompts; arguments as for `stream`."""
-        run = self._begin(prompts, prefix, max_new_tokens, sampling, batch, log_probs, stop)
+        given: Any = {"batch": batch, "log_probs": log_probs, "stop": stop}
+        run = self._begin(prompts, prefix, sampling, max_new_tokens, **given)
         for tokens in run.tokens(ignore_eos=ignore_eos):
             run.push_text(tokens)
         run.finish_text()

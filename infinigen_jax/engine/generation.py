@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -150,43 +149,24 @@ class Run(Batch):
         self._place = stepped.place
         self.drawn, self._log_probs = self._draw(self._sampler, stepped)
 
-    def predict(self, tokens: np.ndarray) -> jax.Array:
+    def predict(self, tokens: Int[np.ndarray, " b"]) -> Float[Array, "b v"]:
         """Dispatch one decode step over given tokens instead of drawn ones, without waiting.
 
-        `drawn` then holds the most probable next tokens, and `advance` can continue from them.
-
-        Args:
-            tokens: [b] tokens at the next position, int32.
-
-        Returns:
-            [b, v] float32, the natural log-probabilities of all next tokens.
+        Return the natural log-probabilities of all next tokens, float32. `drawn` then holds the
+        most probable next tokens, and `advance` can continue from them.
 
         Raises:
             InputError: if the cache is full.
         """
         return self.watch(None, tokens)[0]
 
-    def score(self, tokens: np.ndarray, targets: np.ndarray) -> jax.Array:
-        """Return the log-probabilities of given next tokens; otherwise like `predict`.
-
-        Args:
-            tokens: [b] tokens at the next position, int32.
-            targets: [b] next token of each sequence, int32.
-
-        Returns:
-            [b] float32, the natural log-probabilities of the targets.
-        """
-        return _of_targets(self.predict(tokens), np.asarray(targets, np.int32))
-
-    def watch(self, watch: Watch | None, tokens: np.ndarray) -> tuple[jax.Array, tuple[Any, ...]]:
+    def watch(
+        self, watch: Watch | None, tokens: Int[np.ndarray, " b"]
+    ) -> tuple[Float[Array, "b v"], tuple[Any, ...]]:
         """Dispatch a step as `predict` does, and record values of every layer.
 
-        Args:
-            watch: function called between the layers, if any; see `Dispatcher.step`.
-            tokens: [b] tokens at the next position, int32.
-
-        Returns:
-            The log-probabilities, and the results of `watch`, one per layer.
+        `watch` is called between the layers, if any; see `Dispatcher.step`. Return the
+        log-probabilities, and the results of `watch`, one per layer.
         """
         tokens = np.asarray(tokens, np.int32)
         stepped = self._step(jax.device_put(tokens, self._at.batch), watch)
@@ -337,8 +317,3 @@ class Run(Batch):
 @jax.jit
 def _log_softmax(logits: Float[Array, "b v"]) -> Float[Array, "b v"]:
     return jax.nn.log_softmax(logits, axis=-1)
-
-
-@jax.jit
-def _of_targets(log_probs: Float[Array, "b v"], targets: Int[Array, " b"]) -> Float[Array, " b"]:
-    return jnp.take_along_axis(log_probs, targets[:, None], axis=1)[:, 0]

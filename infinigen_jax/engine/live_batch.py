@@ -19,7 +19,6 @@ from infinigen_jax.engine.batch import Batch
 from infinigen_jax.engine.dispatch import Stepped
 from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.engine.sequence_budgets import SequenceBudgets
-from infinigen_jax.errors import ParameterError
 from infinigen_jax.prefill.prefill import CHUNK_UNIT, empty_cache, read_chunk
 
 
@@ -92,9 +91,10 @@ class Reading:
         predict = steps(self._runtime.decoder).predict
         return predict(embedding, self._last, self.cache.lengths)[:2]
 
-    def single(self, budget: float | None = None) -> Single:
-        """Return the sequence of a complete prompt."""
-        return Single(self.cache, len(self.tokens), self.predicted, budget)
+    def single(self, newest: Any = None, budget: float | None = None, room: int = 0) -> Single:
+        """Return the sequence of a complete prompt; `newest` is `predicted` by default."""
+        newest = self.predicted if newest is None else newest
+        return Single(self.cache, len(self.tokens), newest, budget, room)
 
     def wait(self) -> None:
         """Wait until the chunk in progress is computed."""
@@ -193,8 +193,6 @@ class LiveBatch(OpenBatch):
     """
 
     def __init__(self, runtime: Runtime, batch: int):
-        if runtime.settings.lossless:
-            raise ParameterError("lossless", "not with single steps; use a `LosslessBatch`")
         super().__init__(runtime, batch)
         vocabulary = runtime.decoder.config.vocab_size
         zeros = np.zeros((batch, vocabulary), np.float32), np.zeros(batch, np.int32)

@@ -58,9 +58,6 @@ class LosslessBatch(OpenBatch):
         Args:
             sampler: sampling of the sequences; it continues after the new tokens.
             watch: see `Dispatcher.step`, for each drafted step. Such rounds are not timed.
-
-        Raises:
-            NotFiniteError: with `check`, for a value that is not finite.
         """
         if self._left:
             self.rest()

@@ -8,7 +8,6 @@ import jax
 
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.engine.remedies import Remedies
-from infinigen_jax.engine.workspace import prefill_bytes, step_bytes
 from infinigen_jax.errors import MemoryShortageError
 from infinigen_jax.machine.memory_limits import (
     Device,
@@ -20,8 +19,6 @@ from infinigen_jax.machine.memory_limits import (
     widen_pool_to,
 )
 from infinigen_jax.messages import format_bytes
-
-FILLED = 0.9  # share of free memory used if the caller does not choose a batch size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,28 +64,11 @@ class MemoryPlan:
         return dataclasses.replace(self, workspace=workspace)
 
 
-def plan_memory(
-    decoder: Decoder,
-    batch: int,
-    chunk: int,
-    capacity: int,
-    slots: int | None = None,
-    drafted: int = 0,
-) -> MemoryPlan:
-    """Estimate the memory of `batch` sequences.
-
-    Args:
-        slots: the host's capacity if it is limited.
-        drafted: tokens drafted before a verification.
-    """
-    cache = plan_cache(decoder, batch, capacity, slots)
-    reading = prefill_bytes(decoder, batch, chunk, capacity)
-    step = step_bytes(decoder, batch, slots or capacity, drafted, cache.resident)
-    return cache.at_work(max(reading, step))
-
-
 def plan_cache(decoder: Decoder, batch: int, capacity: int, slots: int | None = None) -> MemoryPlan:
-    """Estimate the memory of the caches of `batch` sequences, without a workspace."""
+    """Estimate the memory of the caches of `batch` sequences, without a workspace.
+
+    `slots` is the host's capacity if it is limited.
+    """
     slots = capacity if slots is None else slots
     config, policy, item = decoder.config, decoder.policy, decoder.dtype.itemsize
     row = batch * config.num_kv_heads * 2 * config.head_dim * item
@@ -161,28 +141,3 @@ def check_memory(plan: MemoryPlan, device: Device, remedies: Remedies) -> None:
     else:
         remedy = remedies.for_device(plan)
     raise MemoryShortageError(f"this generation needs {lack.what}: {remedy}")
-
-
-def most_sequences(
-    phases: Callable[[int], list[MemoryPlan]], most: int, device: Device
-) -> tuple[int, Shortage | None]:
-    """Return the largest batch size that fits, and the shortage of a larger batch.
-
-    If not all sequences fit, some memory is left free, as plans are estimates. `phases` maps the
-    batch size to the plans, see `PromptReader.phases`.
-    """
-
-    def lacks(batch: int, share: float = FILLED) -> Shortage | None:
-        shortages = (shortage(plan, device, share) for plan in phases(batch))
-        return next(filter(None, shortages), None)
-
-    reason = lacks(most, 1.0)
-    if reason is None:
-        return most, None
-    if lacks(1, 1.0):
-        return 0, reason
-    low, high = 1, most
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if lacks(middle) else (middle, high)
-    return low, reason

@@ -1,5 +1,6 @@
 """Prefill of a run's prompts: cache sizes, shared prefixes and tokens cached before."""
 
+import bisect
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from infinigen_jax.cache.cache import Cache
 from infinigen_jax.decode.finite_check import Places, refuse
 from infinigen_jax.decode.layer_rows import STREAM_BLOCK
 from infinigen_jax.engine.draft_length import DraftLength
-from infinigen_jax.engine.memory_plan import MemoryPlan, most_sequences, plan_cache
+from infinigen_jax.engine.memory_plan import MemoryPlan, Shortage, plan_cache, shortage
 from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.engine.shared_prefix import broadcast, choose_sharing, common_prefix, may_share
 from infinigen_jax.engine.workspace import prefill_bytes, step_bytes
@@ -21,6 +22,7 @@ from infinigen_jax.prefill.prefill import Notify, Prefilled, chunk_for, extend, 
 
 logger = logging.getLogger("infinigen_jax")
 
+FILLED = 0.9  # share of free memory used if the caller does not choose a batch size
 CONTEXT = 4096  # default size of a context in tokens, if the model has that many positions
 
 
@@ -197,14 +199,21 @@ def round_up_capacity(tokens: int) -> int:
 def batch_that_fits(
     runtime: Runtime, reader: Callable[[int], PromptReader], longest: int, most: int
 ) -> int:
-    """Return the largest batch size that fits, at least 1; warn if it is less than `most`."""
+    """Return the largest batch size that fits, at least 1; warn if it is less than `most`.
 
-    def phases(batch: int) -> list[MemoryPlan]:
-        return reader(batch).phases(batch, 0, waiting=batch < most)
+    If not all sequences fit, some memory is left free, as plans are estimates.
+    """
 
-    batch, lacking = most_sequences(phases, most, runtime.device)
-    if lacking is None or not batch:
-        return max(1, batch)
+    def lacks(batch: int, share: float = FILLED) -> Shortage | None:
+        plans = reader(batch).phases(batch, 0, waiting=batch < most)
+        return next(filter(None, (shortage(plan, runtime.device, share) for plan in plans)), None)
+
+    lacking = lacks(most, 1.0)
+    if lacking is None:
+        return most
+    if lacks(1, 1.0):
+        return 1
+    batch = 1 + bisect.bisect_left(range(2, most), True, key=lambda n: lacks(n) is not None)
     text = f"{batch} of {most} prompts at once"  # language: ignore
     text += ", as many as fit, and the others as these end"
     lengths = [reader(n).chunk_length(longest, n) for n in (batch, most)]

@@ -73,11 +73,7 @@ class Runtime:
 
 
 def make_runtime(model: Model, settings: EngineSettings, mesh: Mesh | None = None) -> Runtime:
-    """Decide open settings, and place the weights; for `mesh` see `Engine`.
-
-    Raises:
-        InputError: for settings not supported by the model, its conversion or the mesh.
-    """
+    """Decide open settings, and place the weights; for `mesh` see `Engine`."""
     if not isinstance(model, Model):
         raise InputError(f"model: {type(model).__name__} is not a model; give the result of `load`")
     row_format(settings.rows, model.dtype, model.config.head_dim)

@@ -204,11 +204,11 @@ def sampling_programs(mesh: Mesh) -> SamplingPrograms:
 
     at = Placement(mesh)
     return SamplingPrograms(
-        limit=Program(limited, (), out_shardings=at.batch),
-        draw=Program(draw, (), out_shardings=at.batch, donate_argnums=4),
-        log_probs=Program(log_probs, (), out_shardings=at.batch),
-        put=Program(put_sequence, (), out_shardings=at.batch, donate_argnums=0),
-        take=Program(take_sequence, (), out_shardings=at.batch),
+        limit=Program(limited, (), at.batch),
+        draw=Program(draw, (), at.batch, donate_argnums=4),
+        log_probs=Program(log_probs, (), at.batch),
+        put=Program(put_sequence, (), at.batch, donate_argnums=0),
+        take=Program(take_sequence, (), at.batch),
     )
 
 

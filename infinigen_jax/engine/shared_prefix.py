@@ -64,11 +64,7 @@ def may_share(config: ModelConfig, longest: int) -> bool:
 
 
 def choose_sharing(decoder: Decoder, prefix: int, tokens: int, batch: int) -> Sharing:
-    """Choose the layout with the fewest slots for sequences of up to `tokens` tokens.
-
-    Raises:
-        InputError: for a decoder that cannot read prompts in parts.
-    """
+    """Choose the layout with the fewest slots for sequences of up to `tokens` tokens."""
     if decoder.pool is not None:
         raise ParameterError("pool", "not with a shared prefix; leave one of them out")
     if decoder.mesh.shape["data"] > 1:

@@ -63,6 +63,6 @@ def _programs(decoder: Decoder) -> tuple[Any, Any]:
 
     at: Any = Placement(decoder.mesh)
     return (
-        Program(copied, decoder, out_shardings=Saved(at.rows, at.rows, at.batch)),
-        Program(no_later, decoder, out_shardings=at.rows, donate_argnums=0),
+        Program(copied, decoder, Saved(at.rows, at.rows, at.batch)),
+        Program(no_later, decoder, at.rows, donate_argnums=0),
     )

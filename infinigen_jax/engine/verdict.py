@@ -114,13 +114,10 @@ def verdict_steps(decoder: Decoder) -> VerdictSteps:
 
     at: Any = Placement(decoder.mesh)
 
-    def program(function: Any, **options: Any) -> Program:
-        return Program(function, decoder, out_shardings=at.batch, **options)
-
     return VerdictSteps(
-        begin=program(begin, static_argnames="size"),
-        draft=program(draft, donate_argnums=0),
-        judge=program(judge, compiler_options=layer_options(decoder)),
+        begin=Program(begin, decoder, at.batch, static_argnames="size"),
+        draft=Program(draft, decoder, at.batch, donate_argnums=0),
+        judge=Program(judge, decoder, at.batch, compiler_options=layer_options(decoder)),
     )
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from infinigen_jax.engine.engine import Engine
 
 SUMMARY = "perplexity of a text, whole and by position"
+HEAD = ["perplexity", "nats/token", "Δ nats", "Δ perplexity", "KL, nats", "same best"]
 # Number of the full cache's most likely tokens that the divergence distinguishes: 1 KiB per token.
 # At perplexity 25 they hold nine tenths of the probability.
 LIKELIEST = 128
@@ -38,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     session = Session.of(arguments, say)
     lines = measured_lines(session)
-    session.finish(lines, *quality(lines))
+    session.finish(lines, HEAD, cells)
 
 
 def measured_lines(session: Session) -> list[dict[str, Any]]:
@@ -98,20 +99,15 @@ def lines_of(measured: Iterable[Measurement], scoring: Scoring) -> list[dict[str
     return lines
 
 
-def quality(lines: list[dict[str, Any]]) -> tuple[list[str], Callable[[dict[str, Any]], list[str]]]:
-    """Return the headings of the quality columns, and a function that makes a line's cells."""
-
-    def cells(line: dict[str, Any]) -> list[str]:
-        value, change = line["perplexity"], line["perplexity_change_percent"]
-        same = line["same_best_fraction"]
-        return [
-            "" if value is None else f"{value:.4f}",
-            with_error(line["nats_per_token"], line["standard_error"]),
-            with_error(line["difference_nats"], line["difference_standard_error"], 5),
-            "" if change is None else f"{change:+.3f} %",
-            with_error(line["divergence_nats"], line["divergence_standard_error"], 5),
-            "" if same is None else percent(same, 1),
-        ]
-
-    head = ["perplexity", "nats/token", "Δ nats", "Δ perplexity", "KL, nats", "same best"]
-    return head, cells
+def cells(line: dict[str, Any]) -> list[str]:
+    """Return a line's cells in the columns of HEAD."""
+    value, change = line["perplexity"], line["perplexity_change_percent"]
+    same = line["same_best_fraction"]
+    return [
+        "" if value is None else f"{value:.4f}",
+        with_error(line["nats_per_token"], line["standard_error"]),
+        with_error(line["difference_nats"], line["difference_standard_error"], 5),
+        "" if change is None else f"{change:+.3f} %",
+        with_error(line["divergence_nats"], line["divergence_standard_error"], 5),
+        "" if same is None else percent(same, 1),
+    ]

@@ -66,12 +66,9 @@ class Traffic:
     hot_set_bytes: int = 0
 
     def __add__(self, other: "Traffic") -> "Traffic":
-        values = {
-            field.name: getattr(self, field.name) + getattr(other, field.name)
-            for field in dataclasses.fields(self)
-        }
         sizes = ("host_cache_bytes", "device_index_bytes", "hot_set_bytes")
-        return Traffic(**(values | {s: max(getattr(self, s), getattr(other, s)) for s in sizes}))
+        pairs = zip(vars(self).items(), vars(other).values(), strict=True)
+        return Traffic(**{n: max(x, y) if n in sizes else x + y for (n, x), y in pairs})
 
 
 def score_windows(

@@ -27,7 +27,7 @@ from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.layer_rows import HostRows
 from infinigen_jax.decode.state import Carry, Fetched
 from infinigen_jax.decode.steps import Watched
-from infinigen_jax.ops.attention import Part, attend_weighted, soft_capped
+from infinigen_jax.ops.attention import Part, attend_weighted, packed
 from infinigen_jax.ops.top_k import top_mask
 from infinigen_jax.policies.base import Budgeted
 from infinigen_jax.selection.select import Request, group_rank
@@ -83,18 +83,20 @@ def compare(decoder: Decoder, watched: Watched) -> Seen:
     assert isinstance(watched.local, Resident)
     resident = watched.local.part(positions, slots)
     cap = config.attention_softcap
-    near_scores = _scores(q, resident.keys, resident.valid, cap)
-    far_scores = _scores(q, rows, eligible[:, None], cap)
-    weights = jax.nn.softmax(jnp.concatenate([near_scores, far_scores], axis=-1), axis=-1)
-    near, far = weights[..., : slots.size], weights[..., slots.size :]
+
+    def attended(mask: Bool[Array, "b kv t"]) -> tuple[Array, list[Array]]:
+        return attend_weighted(q, resident, packed(rows, mask), cap=cap)
+
+    everything, (near, far) = attended(eligible[:, None])
     request = watched.request(decoder, capacity)
     fetched = request.mask(capacity) & eligible[:, None]
     wanted = _wanted(decoder, watched, request, eligible)
     # Rank like the policy `oracle`: the group's softmax over the eligible rows, summed.
-    best = top_mask(group_rank(far_scores), wanted) & eligible[:, None]
-    everything, had, could = _attended(near, resident.values, far, rows, fetched, best)
+    best = top_mask(group_rank(jnp.log(far)), wanted) & eligible[:, None]
     if decoder.policy.has_tail:
         had = _with_tail(decoder, watched, request, q, resident)
+    else:
+        had = attended(fetched)[0]
 
     is_past = slots.positions(positions) != positions[:, None]
     near = jnp.sum(jnp.where(is_past[:, None, None], near, 0.0), axis=-1)
@@ -111,7 +113,7 @@ def compare(decoder: Decoder, watched: Watched) -> Seen:
         wanted,
         _entries(fetched & best),
         _relative(decoder.output(layer, had), whole),
-        _relative(decoder.output(layer, could), whole),
+        _relative(decoder.output(layer, attended(best)[0]), whole),
     )
 
 
@@ -139,46 +141,6 @@ def _wanted(
     rows = decoder.policy.most_rows(watched.positions, eligible.shape[1], share=share)
     rows = jnp.minimum(rows, _entries(eligible))
     return jnp.broadcast_to(rows[:, None], request.count.shape)
-
-
-def _scores(
-    q: Float[Array, "b k g d"],
-    rows: Float[Array, "b k n w"],
-    valid: Bool[Array, "b kv n"],
-    cap: float | None,
-) -> Float[Array, "b k g n"]:
-    """Return the attention logits; rows begin with the key."""
-    keys = rows[..., : q.shape[-1]]
-    scores = jnp.einsum("bkgd,bknd->bkgn", q, keys, preferred_element_type=jnp.float32)
-    return jnp.where(valid[:, :, None], soft_capped(scores, cap), -jnp.inf)
-
-
-def _attended(
-    near: Float[Array, "b k g m"],
-    near_rows: Float[Array, "b k m w"],
-    far: Float[Array, "b k g t"],
-    rows: Float[Array, "b k t w"],
-    *masks: Bool[Array, "b k t"],
-) -> list[Float[Array, "b k g d"]]:
-    """Return attention outputs over all rows, and over those of each mask; rows end with the value.
-
-    One pass reads the rows once. The weights of each part are scaled to a sum of 1.
-    """
-    b, k, g, _ = near.shape
-    parts = jnp.stack([far, *(jnp.where(mask[:, :, None], far, 0.0) for mask in masks)], axis=2)
-    total = jnp.sum(near, axis=-1)[:, :, None] + jnp.sum(parts, axis=-1)
-    parts = parts.reshape(b, k, -1, parts.shape[-1])
-
-    def values(weights: Float[Array, "b k h n"], rows: Float[Array, "b k n w"]) -> Array:
-        outputs = jnp.einsum(
-            "bkhn,bknw->bkhw", weights.astype(rows.dtype), rows, preferred_element_type=jnp.float32
-        )
-        return outputs[..., outputs.shape[-1] // 2 :]
-
-    sums = values(parts, rows).reshape(b, k, len(masks) + 1, g, -1)
-    sums = sums + values(near, near_rows)[:, :, None]
-    outputs = (sums / jnp.maximum(total, 1e-30)[..., None]).astype(rows.dtype)
-    return [outputs[:, :, i] for i in range(len(masks) + 1)]
 
 
 def _entries(mask: Bool[Array, "*b t"]) -> Int[Array, "*b"]:

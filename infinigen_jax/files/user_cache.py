@@ -14,6 +14,7 @@ import platformdirs
 LIMIT = 1 << 30  # bytes of compiled programs
 WORTH_KEEPING = 0.2  # seconds of compilation that justify an entry
 CPU_INFO = Path("/proc/cpuinfo")
+KIND_OF_CPU = ("model name", "flags", "CPU part", "Features")  # the last two of Arm
 
 
 def cache_root() -> Path:
@@ -69,11 +70,18 @@ def keep_programs() -> None:
 @functools.cache
 def processor() -> str:
     """Return a name for machines with the same instructions, because home folders may be shared."""
-    text = platform.machine()
-    with contextlib.suppress(OSError):
-        lines = CPU_INFO.read_text().splitlines()
-        text += "".join(sorted({x for x in lines if x.startswith(("model name", "flags"))}))
+    lines = {x for x in cpu_info(CPU_INFO).splitlines() if x.startswith(KIND_OF_CPU)}
+    text = platform.machine() + "".join(sorted(lines))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@functools.cache
+def cpu_info(file: Path) -> str:
+    """Return the text of CPU_INFO, empty if this is not Linux."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
 
 
 def prune(folder: Path, limit: int) -> None:

@@ -18,9 +18,13 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from infinigen_jax.checkpoint.manifest import FORMAT_VERSION, MANIFEST_FILE, file_sha256
+from infinigen_jax.checkpoint.manifest import (
+    DEFAULT_SKEW,
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    file_sha256,
+)
 from infinigen_jax.checkpoint.source import content_files
-from infinigen_jax.convert.defaults import DEFAULT_SKEW
 from infinigen_jax.errors import InputError
 from infinigen_jax.files.atomic import locked, remove_partial, write_if_possible
 from infinigen_jax.files.regular import read_json

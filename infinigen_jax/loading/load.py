@@ -261,7 +261,6 @@ class Form(NamedTuple):
         return self._replace(wide=wide_matrices(source, blueprint(config, self.dtype)))
 
     def blueprint(self, config: ModelConfig) -> Blueprint:
-        """Return the blueprint of the weights in this form."""
         return blueprint(config, self.dtype, self.weight_dtype, self.wide)
 
     def layer(self, params: Params) -> Params:

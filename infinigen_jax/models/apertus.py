@@ -17,7 +17,6 @@ LINEAR, SMALL = 0.5, -1e-6  # beta and epsilon of the activation, the same in al
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "apertus"; refuse unsupported settings."""
     hf = {"hidden_act": "xielu", "rms_norm_eps": 1e-5, **hf}
     if not hf.keys() & {"rope_scaling", "rope_parameters"}:
         hf["rope_scaling"] = LLAMA3 | {"factor": 8.0}
@@ -42,8 +41,6 @@ class Activation(nnx.Module):
 
 
 class Layer(llama.Layer):
-    """See `llama.Layer`."""
-
     def __init__(self, config: ModelConfig, dtype: Any):
         super().__init__(config, dtype)
         self.activation = Activation(dtype)

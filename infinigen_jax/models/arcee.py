@@ -8,6 +8,5 @@ from infinigen_jax.models.llama import relative_from_hf
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "arcee"; refuse unsupported settings."""
     hf = {"hidden_act": "relu2", "rms_norm_eps": 1e-5, **hf}
     return relative_from_hf(hf, "arcee", gated=False)

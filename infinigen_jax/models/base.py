@@ -24,12 +24,10 @@ from jaxtyping import Array, Float
 from infinigen_jax.models.linear import Matrix
 from infinigen_jax.models.packed import part_of, split
 from infinigen_jax.models.rope import Rope, rotation
-from infinigen_jax.models.small_weights import dtype_of, small_form
+from infinigen_jax.models.small_weights import Params, dtype_of, small_form
 
 if TYPE_CHECKING:
     from infinigen_jax.models.llama import Embedding, Layer
-
-Params = dict[str, Any]
 
 PRE_NORMS = ("attention_norm", "mlp_norm")  # of the inputs of attention and MLP
 POST_NORMS = ("attention_post_norm", "mlp_post_norm")  # of their outputs
@@ -101,7 +99,6 @@ class ModelConfig:
     sliding_layers: tuple[int, ...] = ()
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
-    pad_id: int | None = None
 
     @property
     def group_size(self) -> int:
@@ -178,7 +175,6 @@ class Blueprint(NamedTuple):
         return params | {"rotation": rotation(rope, self.config.head_dim)}
 
     def embedding(self, params: Params) -> "Embedding":
-        """Return the module of the embedding."""
         return nnx.merge(self.fitted(params).embedding_graph, params)
 
     def fitted(self, params: Params) -> "Blueprint":

@@ -12,7 +12,6 @@ DEFAULTS = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings"
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "cohere"; refuse unsupported settings."""
     refuse_unless(not hf.get("use_qk_norm"), "use_qk_norm=true in a cohere model (Command R+)")
     rope = rope_from_hf(hf, interleaved=True, theta=5e5)
     return cohere_from_hf(hf, "cohere", rope=rope)

@@ -13,7 +13,6 @@ from infinigen_jax.models.rope_hf import rope_from_hf
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "cohere2"; refuse unsupported settings."""
     hf = {"sliding_window": 4096, "sliding_window_pattern": 4, **hf}
     rope = rope_from_hf(hf, interleaved=True)
-    return cohere_from_hf(hf, "cohere2", **rotated_in_windows(hf, rope, "cohere2"))
+    return cohere_from_hf(hf, "cohere2", **rotated_in_windows(hf, rope))

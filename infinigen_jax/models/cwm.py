@@ -13,7 +13,6 @@ DEFAULTS = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "sliding_window": 81
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "cwm"; refuse unsupported settings."""
     hf = DEFAULTS | {**hf}
     if not hf.get("rope_scaling") and not hf.get("rope_parameters"):
         hf["rope_scaling"] = LLAMA3 | {"factor": 16.0}

@@ -17,7 +17,6 @@ DEFAULTS = {
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "ernie4_5"; refuse unsupported settings."""
     hf = DEFAULTS | {**hf}
     rope = rope_from_hf(hf, interleaved=True)
     bias = bool(hf.get("use_bias", False))

@@ -16,6 +16,5 @@ NAMES = {
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "exaone"; refuse unsupported settings."""
     hf = DEFAULTS | {NAMES.get(name, name): value for name, value in hf.items()}
     return relative_from_hf(hf, "exaone", rope=rope_from_hf(hf, theta=5e5))

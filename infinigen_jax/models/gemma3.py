@@ -24,12 +24,10 @@ DEFAULTS = {
     "rope_theta": 1e6,
     "bos_token_id": 2,
     "eos_token_id": 1,
-    "pad_token_id": 0,
 }
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "gemma3_text"; refuse unsupported settings."""
     hf = DEFAULTS | {**hf}
     softcap = hf.get("attn_logit_softcapping")
     refuse_unless(not softcap, f"attn_logit_softcapping={softcap} in a gemma3 model")
@@ -41,6 +39,6 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         hf | {"layer_types": kinds},
         "gemma3",
         norms=PRE_NORMS + POST_NORMS + HEAD_NORMS,
-        **ropes_by_kind(hf, kinds, given, local_theta, "a gemma3 model"),
+        **ropes_by_kind(hf, kinds, given, local_theta),
         max_positions=positive(hf, "max_position_embeddings"),
     )

@@ -20,12 +20,10 @@ DEFAULTS = {
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "glm"; refuse unsupported settings."""
     return glm_from_hf(hf, "glm")
 
 
 def glm_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> ModelConfig:
-    """Return the configuration of a version of GLM-4."""
     hf = DEFAULTS | {**hf}
     rope = rope_from_hf(hf, partial=True, interleaved=True)
     return relative_from_hf(hf, family, rope=rope, output_bias=False, **settings)

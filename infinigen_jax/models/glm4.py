@@ -8,5 +8,4 @@ from infinigen_jax.models.glm import glm_from_hf
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "glm4"; refuse unsupported settings."""
     return glm_from_hf(hf, "glm4", norms=PRE_NORMS + POST_NORMS)

@@ -16,11 +16,9 @@ FACTORS = {
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "granite"; refuse unsupported settings."""
     return granite_from_hf(hf, "granite")
 
 
 def granite_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> ModelConfig:
-    """Return the configuration of a family with these factors."""
     factors = {ours: positive_number(hf.get(name, 1.0), name) for name, ours in FACTORS.items()}
     return relative_from_hf(hf, family, **factors, **settings)

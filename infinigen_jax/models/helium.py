@@ -11,7 +11,6 @@ DEFAULTS = {"head_dim": 128, "rms_norm_eps": 1e-8}
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "helium"; refuse unsupported settings."""
     hf = DEFAULTS | {**hf}
     rope = rope_from_hf(hf, interleaved=True, theta=1e5)
     return relative_from_hf(hf, "helium", rope=rope, output_bias=False)

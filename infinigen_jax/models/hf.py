@@ -125,7 +125,6 @@ def common_settings(hf: Mapping[str, Any], *, mlp: str) -> dict[str, Any]:
         "max_positions": positive(hf, "max_position_embeddings"),
         "bos_id": _token(hf, "bos_token_id", vocabulary),
         "eos_ids": end_tokens(hf, vocabulary),
-        "pad_id": _token(hf, "pad_token_id", vocabulary, none=-1),
     }
 
 
@@ -139,12 +138,9 @@ def end_tokens(hf: Mapping[str, Any], vocabulary: int) -> tuple[int, ...]:
     return tuple(token for token in tokens if token is not None)
 
 
-def _token(
-    hf: Mapping[str, Any], name: str, vocabulary: int, none: int | None = None
-) -> int | None:
-    """Read and check a token id; `none` means "no token" in configurations of older models."""
+def _token(hf: Mapping[str, Any], name: str, vocabulary: int) -> int | None:
     value = hf.get(name)
-    if value is None or (value == none and type(value) is int):
+    if value is None:
         return None
     if type(value) is not int or not 0 <= value < vocabulary:
         raise UnsupportedModelError(

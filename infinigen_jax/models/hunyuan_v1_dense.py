@@ -12,7 +12,6 @@ from infinigen_jax.models.rope_hf import positive_number, rope_from_hf
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "hunyuan_v1_dense"; refuse unsupported settings."""
     hf = {"rms_norm_eps": 1e-5, **hf}
     rope = rope_from_hf(hf)
     scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}

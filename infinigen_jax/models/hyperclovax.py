@@ -9,7 +9,6 @@ from infinigen_jax.models.granite import granite_from_hf
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "hyperclovax"; refuse unsupported settings."""
     norms = PRE_NORMS + POST_NORMS if hf.get("use_post_norm", True) else PRE_NORMS
     given = {name: value for name, value in hf.items() if value is not None}
     config = granite_from_hf(given, "hyperclovax", norms=norms)

@@ -9,7 +9,6 @@ from infinigen_jax.models.llama import relative_from_hf
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "internlm3"; refuse unsupported settings."""
     bias = bool(hf.get("bias", hf.get("mlp_bias", False)))
     attention = bool(hf.get("qkv_bias", hf.get("attention_bias", False)))
     refuse_unless(attention == bias, "qkv_bias that differs from bias")

@@ -11,6 +11,5 @@ DEFAULTS = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "iquestcoder"; refuse unsupported settings."""
     refuse_unless(hf.get("clip_qkv") is None, f"clip_qkv={hf.get('clip_qkv')}")
     return llama_from_hf(DEFAULTS | {**hf})

@@ -6,16 +6,10 @@ from typing import Any
 from infinigen_jax.models.base import ModelConfig
 from infinigen_jax.models.llama import relative_from_hf
 
-DEFAULTS = {
-    "hidden_act": "relu2",
-    "layer_norm_eps": 1e-5,
-    "attention_bias": True,
-    "mlp_bias": True,
-}
+DEFAULTS = {"hidden_act": "relu2", "layer_norm_eps": 1e-5, "attention_bias": True, "mlp_bias": True}
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "jais2"; refuse unsupported settings."""
     hf = DEFAULTS | {**hf}
     norms = {"layer_norms": True, "norm_eps": float(hf["layer_norm_eps"])}
     return relative_from_hf(hf, "jais2", gated=False, **norms)

@@ -11,8 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from infinigen_jax.models import small_weights
 from infinigen_jax.models.products import product
-
-Params = dict[str, Any]
+from infinigen_jax.models.small_weights import Params
 
 
 def project(a: Float[Array, "*b e"], weights: Params) -> Float[Array, "*b f"]:

@@ -3,7 +3,7 @@
 Related families reuse these modules; their files describe only the differences.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from infinigen_jax.models.base import HEAD_NORMS, ModelConfig
 from infinigen_jax.models.hf import LARGEST, common_settings, refuse_sliding_windows, refuse_unless
 from infinigen_jax.models.linear import Linear, TokenTable
-from infinigen_jax.models.norms import norm_of
+from infinigen_jax.models.norms import Norm
 from infinigen_jax.models.rope import Rotation, rotate
 from infinigen_jax.models.rope_hf import rope_from_hf, stretched_positions
 from infinigen_jax.ops.attention import soft_capped
@@ -42,6 +42,8 @@ def relative_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> Mod
     activation = hf.get("hidden_act", "silu")
     refuse_unless(activation in ACTIVATIONS, f"hidden_act {activation!r}")
     rope = settings.get("rope") or rope_from_hf(hf)
+    varying = [each.kind for each in settings.get("layer_ropes", ()) if each and each.varies]
+    refuse_unless(not varying, f"rope type {varying and varying[0]!r} in a {family} model")
     refuse_unless(rope.fits(common["head_dim"]), f"rope type {rope.kind!r} for heads of its size")
     common["max_positions"] = most = stretched_positions(rope, common["max_positions"])
     refuse_unless(most <= LARGEST, f"a context of {most} tokens")
@@ -58,9 +60,6 @@ def relative_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> Mod
     )
 
 
-Norm = Callable[[Array], Array] | None
-
-
 class Layer(nnx.Module):
     """One decoder layer, split where the KV cache is read and where speculation starts.
 
@@ -72,12 +71,12 @@ class Layer(nnx.Module):
     `ModelConfig.norms`.
     """
 
-    attention_norm: Norm = None
-    attention_post_norm: Norm = None
-    q_norm: Norm = None
-    k_norm: Norm = None
-    mlp_norm: Norm = None
-    mlp_post_norm: Norm = None
+    attention_norm: Norm | None = None
+    attention_post_norm: Norm | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    mlp_norm: Norm | None = None
+    mlp_post_norm: Norm | None = None
 
     def __init__(self, config: ModelConfig, dtype: Any):
         c = config
@@ -93,7 +92,7 @@ class Layer(nnx.Module):
         head_sizes = (query_width, kv_width // 2) if c.joint_head_norms else (c.head_dim,) * 2
         sizes: dict[str, int] = dict(zip(HEAD_NORMS, head_sizes, strict=True))
         for name in c.norms:
-            setattr(self, name, norm_of(sizes.get(name, c.hidden_size), c, dtype))
+            setattr(self, name, Norm(sizes.get(name, c.hidden_size), c, dtype))
         if c.layer_ropes:
             self.rotation = Rotation(c.head_dim, any(r and r.interleaved for r in c.layer_ropes))
         self.config = config
@@ -144,7 +143,7 @@ class Layer(nnx.Module):
     def placed(
         self,
         x: Float[Array, "*b heads d"],
-        norm: Norm,
+        norm: Norm | None,
         positions: Int[Array, "*b"],
         lengths: Int[Array, "*b"] | None,
     ) -> Float[Array, "*b heads d"]:
@@ -153,7 +152,9 @@ class Layer(nnx.Module):
             return self.normed_heads(norm, self.rotated(x, positions, lengths))
         return self.rotated(self.normed_heads(norm, x), positions, lengths)
 
-    def normed_heads(self, norm: Norm, x: Float[Array, "*b heads d"]) -> Float[Array, "*b heads d"]:
+    def normed_heads(
+        self, norm: Norm | None, x: Float[Array, "*b heads d"]
+    ) -> Float[Array, "*b heads d"]:
         """Apply the norm, to each head or to all together."""
         if not self.config.joint_head_norms:
             return _normed(norm, x)
@@ -193,7 +194,7 @@ class Layer(nnx.Module):
         return self.down(activation(gate) * up)
 
 
-def _normed(norm: Norm, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
+def _normed(norm: Norm | None, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
     return x if norm is None else norm(x)
 
 
@@ -207,7 +208,7 @@ class Embedding(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: Any):
         c = config
         self.tokens = TokenTable(c.vocab_size, c.hidden_size, dtype)
-        self.norm = norm_of(c.hidden_size, c, dtype)
+        self.norm = Norm(c.hidden_size, c, dtype)
         if not c.tie_embeddings:
             self.head = Linear(c.hidden_size, c.vocab_size, False, dtype)
         self.config = config

@@ -9,6 +9,5 @@ from infinigen_jax.models.llama import relative_from_hf
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "ministral"; refuse unsupported settings."""
     hf = {"num_key_value_heads": 8, **hf}
     return relative_from_hf(hf, "ministral", **sliding_windows(hf, hf.get("sliding_window", 4096)))

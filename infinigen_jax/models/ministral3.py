@@ -20,7 +20,6 @@ ROPE = {
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "ministral3"; refuse unsupported settings."""
     hf = {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, **hf}
     scaling = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
     hf = hf | {"layer_types": None} | ({} if scaling else {"rope_parameters": ROPE})

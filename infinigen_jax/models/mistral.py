@@ -9,7 +9,6 @@ from infinigen_jax.models.llama import relative_from_hf
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "mistral"; refuse unsupported settings."""
     window = hf.get("sliding_window", 4096)
     mixed = window and FULL in (hf.get("layer_types") or ())
     refuse_unless(not mixed, "layer_types in a mistral model (model_type ministral has them)")

@@ -11,7 +11,6 @@ DEFAULTS = {"hidden_act": "relu2", "norm_eps": 1e-5, "partial_rotary_factor": 0.
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "nemotron"; refuse unsupported settings."""
     hf = DEFAULTS | {**hf}
     return relative_from_hf(
         hf,

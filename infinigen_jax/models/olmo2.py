@@ -11,7 +11,6 @@ NORMS: dict[str, Any] = {"norms": POST_NORMS + HEAD_NORMS, "joint_head_norms": T
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "olmo2"; refuse unsupported settings."""
     refuse_sliding_windows(hf)  # OLMo 3
     hf = {"rms_norm_eps": 1e-5, **hf}
     return llama.relative_from_hf(hf, "olmo2", **NORMS)

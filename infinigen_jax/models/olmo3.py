@@ -12,7 +12,6 @@ from infinigen_jax.models.rope_hf import ropes_by_kind
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "olmo3"; refuse unsupported settings."""
     hf = {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096, **hf}
     types = kinds(hf, 4)
     given = dict(hf.get("rope_parameters") or {})
@@ -22,6 +21,6 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         hf,
         "olmo3",
         **NORMS,
-        **ropes_by_kind(hf, types, given, hf["rope_theta"], "an olmo3 model"),
+        **ropes_by_kind(hf, types, given, hf["rope_theta"]),
         **sliding_windows(hf | {"layer_types": types}, hf["sliding_window"]),
     )

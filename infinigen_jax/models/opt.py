@@ -46,8 +46,6 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 class Embedding(llama.Embedding):
-    """See `llama.Embedding`."""
-
     def __init__(self, config: ModelConfig, dtype: Any):
         super().__init__(config, dtype)
         kind = {"dtype": dtype, "param_dtype": dtype, "rngs": nnx.Rngs(0)}

@@ -6,14 +6,12 @@ joins its layers where attention reads rows in the host's memory. Modules accept
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from infinigen_jax.models.linear import project
-
-Params = dict[str, Any]
+from infinigen_jax.models.small_weights import Params
 
 
 def join(layer: Params) -> Params:
@@ -41,8 +39,4 @@ def part_of(joined: Params, begin: int, end: int | None) -> Callable[[Array], Ar
 
     It multiplies by all columns. XLA merges the equal products of a layer into one.
     """
-
-    def some(a: Float[Array, "*b e"]) -> Float[Array, "*b w"]:
-        return project(a, joined)[..., begin:end]
-
-    return some
+    return lambda a: project(a, joined)[..., begin:end]

@@ -9,7 +9,6 @@ from infinigen_jax.models.llama import relative_from_hf
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "qwen2"; refuse unsupported settings."""
     biases = {"attention_bias": True, "output_bias": False}
     return relative_from_hf(hf, "qwen2", **biases, **qwen_windows(hf))
 
@@ -17,4 +16,5 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
 def qwen_windows(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Return `sliding_window` and `sliding_layers` of ModelConfig from Qwen's settings."""
     window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window", False) else None
-    return sliding_windows(hf, window, first=int(hf.get("max_window_layers", 28)))
+    first = int(hf.get("max_window_layers", 28)) if window else 0
+    return sliding_windows(hf, window, first=first)

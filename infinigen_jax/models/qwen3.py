@@ -9,7 +9,6 @@ from infinigen_jax.models.qwen2 import qwen_windows
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "qwen3"; refuse unsupported settings."""
     hf = {"head_dim": 128, **hf}
     norms = PRE_NORMS + HEAD_NORMS
     return llama.relative_from_hf(hf, "qwen3", norms=norms, **qwen_windows(hf))

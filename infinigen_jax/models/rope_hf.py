@@ -72,12 +72,11 @@ def ropes_by_kind(
     kinds: Sequence[str],
     given: Mapping[str, Any],
     window_theta: float,
-    model: str,
 ) -> dict[str, Any]:
     """Return `rope` and `layer_ropes` of ModelConfig, if layers with a window have another rope.
 
     `given` has the `rope_parameters` by kind. Layers with a window have the base `window_theta` and
-    unscaled frequencies. Errors name the `model`.
+    unscaled frequencies.
     """
     former = {
         SLIDING: {"rope_theta": window_theta},
@@ -86,8 +85,7 @@ def ropes_by_kind(
     ropes = {}
     for kind, settings in former.items():
         settings |= {"max_position_embeddings": hf.get("max_position_embeddings")}
-        ropes[kind] = rope = rope_from_hf(settings | {"rope_parameters": given.get(kind)})
-        refuse_unless(not rope.varies, f"rope type {rope.kind!r} in {model}")
+        ropes[kind] = rope_from_hf(settings | {"rope_parameters": given.get(kind)})
     return {"rope": ropes[FULL], "layer_ropes": tuple(map(ropes.get, kinds))}
 
 

@@ -9,7 +9,6 @@ from infinigen_jax.models.llama import relative_from_hf
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "seed_oss"; refuse unsupported settings."""
     hf = {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, **hf}
     refuse_unless(not hf.get("attention_out_bias"), "attention_out_bias in a seed_oss model")
     return relative_from_hf(hf, "seed_oss", output_bias=False)

@@ -10,7 +10,6 @@ from infinigen_jax.models.rope_hf import rope_from_hf
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "smollm3"; refuse unsupported settings."""
     hf = {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6, **hf}
     interval = hf.get("no_rope_layer_interval", 4)
     refuse_unless(type(interval) is int and interval > 0, f"no_rope_layer_interval {interval!r}")
@@ -18,7 +17,6 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
     kinds = [SLIDING if window and not rotated else FULL for rotated in rotates]
     rope = rope_from_hf(hf)
-    refuse_unless(not rope.varies, f"rope type {rope.kind!r} in a smollm3 model")
     return relative_from_hf(
         hf,
         "smollm3",

@@ -12,7 +12,6 @@ DEFAULTS = {"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25}
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "stablelm"; refuse unsupported settings."""
     hf = DEFAULTS | {**hf}
     refuse_unless(not hf.get("qk_layernorm"), "qk_layernorm=true in a stablelm model")
     parallel = bool(hf.get("use_parallel_residual", False))

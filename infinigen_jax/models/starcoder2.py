@@ -17,7 +17,6 @@ DEFAULTS = {
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "starcoder2"; refuse unsupported settings."""
     hf = DEFAULTS | {**hf, "layer_types": None}
     return relative_from_hf(
         hf,

@@ -8,5 +8,4 @@ from infinigen_jax.models.gemma2 import capped_from_hf
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "vaultgemma"; refuse unsupported settings."""
     return capped_from_hf(hf, "vaultgemma", norms=PRE_NORMS)

@@ -35,7 +35,6 @@ class Part(NamedTuple):
 
 
 def packed(rows: Float[Array, "b k n w"], valid: Bool[Array, "b kv n"]) -> Part:
-    """Return a Part of packed rows."""
     return Part(rows, rows, valid)
 
 

@@ -72,7 +72,6 @@ def unpack_marks(words: UInt32[Array, "*b v"], t: int) -> Bool[Array, "*b t"]:
 
 
 def marked(words: UInt32[Array, "*b v"]) -> Int[Array, "*b"]:
-    """Return the number of marks."""
     return jnp.sum(lax.population_count(words).astype(jnp.int32), axis=-1)
 
 

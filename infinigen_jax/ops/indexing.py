@@ -1,7 +1,8 @@
 """Lookup and update of array entries with one index row per sequence and KV head."""
 
+from typing import Any
+
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Int
 
 
@@ -15,6 +16,11 @@ def put(table: Array, index: Int[Array, "b k n"], values: Array | bool) -> Array
 
     Indices beyond the table are ignored; the others are distinct.
     """
-    batch = lax.broadcasted_iota(jnp.int32, index.shape, 0)
-    head = lax.broadcasted_iota(jnp.int32, index.shape, 1)
-    return table.at[batch, head, index].set(values, mode="drop")
+    return by_head(table, index).set(values, mode="drop")
+
+
+def by_head(table: Array, index: Int[Array, "b kv n"]) -> Any:
+    """Return `table.at` of the entries table[i, j, index[i, j, m]]; kv is 1 for equal heads."""
+    batch = jnp.arange(table.shape[0], dtype=jnp.int32)[:, None, None]
+    head = jnp.arange(table.shape[1], dtype=jnp.int32)[None, :, None]
+    return table.at[batch, head, index]

@@ -20,14 +20,9 @@ class Span(NamedTuple):
     count: Int[Array, " b"]
 
     @classmethod
-    def first(cls, counts: Int[Array, " b"]) -> "Span":
-        """Return the span of first chunks, for empty sequences."""
-        return cls(jnp.zeros_like(counts), counts)
-
-    @classmethod
     def whole(cls, batch: int, size: int) -> "Span":
         """Return the span of first chunks without padding."""
-        return cls.first(jnp.full(batch, size, jnp.int32))
+        return cls(jnp.zeros(batch, jnp.int32), jnp.full(batch, size, jnp.int32))
 
     @property
     def end(self) -> Int[Array, " b"]:

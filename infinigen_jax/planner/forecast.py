@@ -12,16 +12,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from infinigen_jax.checkpoint.manifest import MANIFEST_FILE, SKEW_FILE, read_manifest
+from infinigen_jax.checkpoint.manifest import (
+    DEFAULT_SKEW,
+    DEFAULT_SOURCE,
+    MANIFEST_FILE,
+    SKEW_FILE,
+    read_manifest,
+)
 from infinigen_jax.checkpoint.safetensors import SafetensorsFile
 from infinigen_jax.checkpoint.skew_file import Ahead, Basis, read_loss
 from infinigen_jax.checkpoint.source import wide_matrices
 from infinigen_jax.cli.options import given, make_engine
-from infinigen_jax.convert.defaults import DEFAULT_SKEW, DEFAULT_SOURCE
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Weights
 from infinigen_jax.engine.draft_length import size_of
-from infinigen_jax.engine.memory_plan import MemoryPlan, plan_memory
+from infinigen_jax.engine.memory_plan import MemoryPlan, plan_cache
 from infinigen_jax.engine.prompts import round_up_capacity
 from infinigen_jax.engine.runtime import HOT_SET, draft_form, most_drafted
 from infinigen_jax.engine.workspace import prefill_bytes, step_bytes
@@ -225,13 +230,11 @@ class Planner:
             capacity = round_up_capacity(max(context + drafted, decoder.policy.window))
             slots = decoder.host_slots(context, capacity)
             length = min(chunk, capacity)
-            plan = plan_memory(decoder, batch, length, capacity, slots, drafted)
-            sizes = {
-                "chunk": length,
-                "prefill": prefill_bytes(decoder, batch, length, capacity),
-                "decode": step_bytes(decoder, batch, slots, drafted, plan.resident),
-            }
-            return capacity, slots, sizes | {"plan": plan}
+            cache = plan_cache(decoder, batch, capacity, slots)
+            reading = prefill_bytes(decoder, batch, length, capacity)
+            step = step_bytes(decoder, batch, slots, drafted, cache.resident)
+            sizes = {"chunk": length, "prefill": reading, "decode": step}
+            return capacity, slots, sizes | {"plan": cache.at_work(max(reading, step))}
 
         most = most_drafted(decoder, settings.draft_tokens)
         capacity, slots, sizes = memory(size_of(most) if settings.lossless else 0)

@@ -62,9 +62,6 @@ def find_policy(name: str) -> Any:
     Args:
         name: a policy in this package, an entry point of the group ENTRY_POINTS, or a class such
             as "package.module:MyPolicy".
-
-    Raises:
-        InputError: if there is no such policy.
     """
     if name in POLICIES:
         return POLICIES[name]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from infinigen_jax.models.base import ModelConfig
+from infinigen_jax.ops.indexing import by_head
 from infinigen_jax.ops.span import Span
 from infinigen_jax.policies.base import Attended, Budgeted, Lookup
 from infinigen_jax.selection.select import Request
@@ -42,13 +43,11 @@ class H2O(Budgeted):
         return self.choose(lookup.state[:, :, None], lookup)
 
     def observe(self, state: Float[Array, "b k t"], attended: Attended) -> Float[Array, "b k t"]:
-        b, k, capacity = state.shape
-        sequence = jnp.arange(b, dtype=jnp.int32)[:, None, None]
-        head = jnp.arange(k, dtype=jnp.int32)[None, :, None]
+        capacity = state.shape[2]
         # Padding is slot 0 with weight 0.
-        state = state.at[sequence, head, attended.slots].add(attended.weights, mode="drop")
+        state = by_head(state, attended.slots).add(attended.weights, mode="drop")
         resident = jnp.where(attended.resident >= 0, attended.resident, capacity)[:, None]
-        state = state.at[sequence, head, resident].add(attended.resident_weights, mode="drop")
+        state = by_head(state, resident).add(attended.resident_weights, mode="drop")
         positions = jnp.max(attended.resident, axis=-1)
         # Rows that were eligible in this step and exceed the budget are evicted for good.
         request = self.best(state[:, :, None], positions, self.request_size(capacity))

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from infinigen_jax.models.base import ModelConfig, Params
 from infinigen_jax.numeric import OneOf
 from infinigen_jax.ops.attention import soft_capped
+from infinigen_jax.ops.indexing import by_head
 from infinigen_jax.ops.span import Span
 from infinigen_jax.policies.base import Budgeted, Lookup
 from infinigen_jax.selection.select import Request, group_rank
@@ -63,15 +64,9 @@ class Quest(Budgeted):
         span: Span,
         slots: Int[Array, "b k n"] | None = None,
     ) -> Bounds:
-        b, k, n, _ = keys.shape
+        n = keys.shape[2]
         keys = keys.astype(jnp.float32)
         page = span.positions(n) // self.page
-        page = jnp.where(span.holds(n), page, state.least.shape[2])  # out of range: dropped
-        at = (
-            jnp.arange(b, dtype=jnp.int32)[:, None, None],
-            jnp.arange(k, dtype=jnp.int32)[None, :, None],
-            page[:, None],
-        )
-        return Bounds(
-            state.least.at[at].min(keys, mode="drop"), state.most.at[at].max(keys, mode="drop")
-        )
+        page = jnp.where(span.holds(n), page, state.least.shape[2])[:, None]  # the last: dropped
+        least = by_head(state.least, page).min(keys, mode="drop")
+        return Bounds(least, by_head(state.most, page).max(keys, mode="drop"))

@@ -5,6 +5,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.ops.attention import soft_capped
+from infinigen_jax.ops.indexing import by_head
 from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill.prior_rows import PriorRows
 
@@ -39,8 +40,7 @@ def attention_mass(
     total = jnp.zeros((b, k, prior.capacity), jnp.float32)
     total = lax.fori_loop(jnp.int32(0), prior.blocks, visit, total)
     chunk_weights = _received(queries, keys.swapaxes(1, 2), position, cap)
-    at = (jnp.arange(b)[:, None, None], jnp.arange(k)[None, :, None], position[:, None])
-    return total.at[at].add(chunk_weights, mode="drop")
+    return by_head(total, position[:, None]).add(chunk_weights, mode="drop")
 
 
 def _received(

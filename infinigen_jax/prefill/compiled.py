@@ -92,18 +92,18 @@ def cache_steps(decoder: Decoder) -> CacheSteps:
         empty=Program(
             empty,
             decoder,
-            out_shardings=Cache(None, at.rows, at.rows, at.batch, at.rows, at.rows),
+            Cache(None, at.rows, at.rows, at.batch, at.rows, at.rows),
             static_argnames=("batch", "capacity", "slots"),
         ),
         keep=Program(
             functools.partial(keep_rows, decoder),
             decoder,
-            out_shardings=(at.rows, at.rows, at.rows, at.host),
+            (at.rows, at.rows, at.rows, at.host),
             static_argnames="streams",
             donate_argnums=(3, 4, 5, 6),
         ),
-        pool=Program(pool, decoder, out_shardings=at.rows, static_argnames="slots"),
-        kept=Program(kept, decoder, out_shardings=at.rows),
+        pool=Program(pool, decoder, at.rows, static_argnames="slots"),
+        kept=Program(kept, decoder, at.rows),
     )
 
 
@@ -133,11 +133,6 @@ def chunk_steps(decoder: Decoder) -> ChunkSteps:
         result = chunk_layer(layer, x, span, lengths, prior, window, cap)
         upcoming, x = await_copy(upcoming, result.x)
         return x, result.rows, upcoming
-
-    def keep_on_device(
-        local: DenseLayer | Sliding, rows: Float[Array, "b k c w"], span: Span
-    ) -> DenseLayer | Sliding:
-        return local.extend(rows, span)
 
     def host_layer(
         params: Params,
@@ -170,32 +165,34 @@ def chunk_steps(decoder: Decoder) -> ChunkSteps:
         rows = jnp.take_along_axis(x, place, axis=1)[:, 0]
         return jnp.where(span.count[:, None] > 0, rows, before), span.end
 
+    def extend(local: DenseLayer | Sliding, rows: Array, span: Span) -> DenseLayer | Sliding:
+        return local.extend(rows, span)
+
     at: Any = Placement(decoder.mesh)
     options = chunk_options(decoder)
 
-    def program(function: Any, out: Any, **options: Any) -> Program:
-        return Program(function, decoder, out_shardings=out, **options)
-
     def on_host(observed: bool) -> Program:
         observations = (at.batch, at.rows) if observed else None
-        return program(
+        return Program(
             functools.partial(host_layer, observed=observed),
+            decoder,
             (at.batch, at.rows, observations, at.whole),
             donate_argnums=1,
             compiler_options=options,
         )
 
     return ChunkSteps(
-        embed=program(embed, at.batch),
-        device_layer=program(
+        embed=Program(embed, decoder, at.batch),
+        device_layer=Program(
             device_layer,
+            decoder,
             (at.batch, at.rows, at.whole),
             static_argnames="window",
             donate_argnums=1,
             compiler_options=options,
         ),
-        keep_on_device=program(keep_on_device, at.rows, donate_argnums=0),
+        keep_on_device=Program(extend, decoder, at.rows, donate_argnums=0),
         host_layer=on_host(observed=False),
         observed_layer=on_host(observed=True),
-        last=program(last, (at.batch, at.batch)),
+        last=Program(last, decoder, (at.batch, at.batch)),
     )

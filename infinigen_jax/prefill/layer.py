@@ -5,12 +5,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from infinigen_jax.cache.host_array import capacity_of, read_block, write_span
-from infinigen_jax.cache.layers import DenseLayer, Resident, Sliding, sums_of_values
+from infinigen_jax.cache.layers import DenseLayer, Resident, Sliding, storage_error, sums_of_values
 from infinigen_jax.cache.pool import held
-from infinigen_jax.cache.row_format import RowFormat
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.models import Params
 from infinigen_jax.models.llama import Layer
@@ -140,8 +139,10 @@ def keep_rows(
         pool = pool[:, :, : rows.shape[2]]
         rows = jnp.take_along_axis(rows, jnp.maximum(pool, 0)[..., None], axis=2)
         if local.left is not None:
-            counted = held(pool, span.end - 1, decoder.policy.window) >= 0
-            local = local._replace(left=_left(stored, scales, rows, counted, pool >= 0))
+            # Resident rows enter the sum later, in their original form.
+            left = sums_of_values(rows, held(pool, span.end - 1, decoder.policy.window) >= 0)
+            left += storage_error(stored, scales, stored.encode(scales, rows), rows, pool >= 0)
+            local = local._replace(left=left)
         span = Span.whole(rows.shape[0], rows.shape[2])
     if not streams:
         keys = rows[..., : decoder.config.head_dim]
@@ -151,22 +152,3 @@ def keep_rows(
         state = decoder.policy.observe_queries(state, queries, received, chunk)
     host = write_span(host, number, stored.encode(scales, rows), span, decoder.mesh)
     return local, state, scales, host
-
-
-def _left(
-    stored: RowFormat,
-    scales: Any,
-    rows: Float[Array, "b k n w"],
-    counted: Bool[Array, "b k n"],
-    pooled: Bool[Array, "b k n"],
-) -> Float[Array, "b k 1 d"]:
-    """Return the sum of the values that only a pool has, in their stored form.
-
-    Pooled rows that are resident as well enter the sum later in their original form, so the error
-    of storing them is added here, as in `pool_flush`.
-    """
-    if stored.exact:
-        return sums_of_values(rows, counted)
-    decoded = stored.decode(scales, stored.encode(scales, rows))
-    left = sums_of_values(decoded, pooled)
-    return left - sums_of_values(rows, pooled & ~counted)

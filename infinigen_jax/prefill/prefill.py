@@ -106,9 +106,6 @@ def extend(
 
     Returns:
         The new state. All rows are on the host: the next flush is due in `window` steps.
-
-    Raises:
-        InputError: for a decoder with a pool.
     """
     if decoder.pool is not None:
         raise InputError("a cache with a limit cannot be extended; leave the pool out")

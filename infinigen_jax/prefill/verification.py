@@ -199,23 +199,21 @@ def verification_steps(decoder: Decoder) -> VerificationSteps:
     options: Any = {"compiler_options": layer_options(decoder)}
     seen = Observed(at.batch, at.batch) if observes else None
 
-    def program(function: Any, out: Any, **options: Any) -> Program:
-        return Program(function, decoder, out_shardings=out, **options)
-
     return VerificationSteps(
-        embed=program(embed, at.batch, static_argnames="size"),
-        device_layer=program(
+        embed=Program(embed, decoder, at.batch, static_argnames="size"),
+        device_layer=Program(
             device_layer,
+            decoder,
             (at.batch, at.rows, at.whole),
             static_argnames="window",
             donate_argnums=1,
             **options,
         ),
-        host_layer=program(
-            host_layer, (at.batch, at.rows, seen, at.whole), donate_argnums=1, **options
+        host_layer=Program(
+            host_layer, decoder, (at.batch, at.rows, seen, at.whole), donate_argnums=1, **options
         ),
-        mass=program(mass, at.rows, **options),
-        advance=program(advance, at.batch),
+        mass=Program(mass, decoder, at.rows, **options),
+        advance=Program(advance, decoder, at.batch),
     )
 
 

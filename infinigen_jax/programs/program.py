@@ -39,18 +39,19 @@ class Program:
     """A jitted function whose executables are stored on disk.
 
     Keyword arguments of a call are static. `settings` are all values the function closes over;
-    their `repr` must identify them.
+    their `repr` must identify them. `out` are the shardings of the results.
     """
 
-    def __init__(self, function: Callable[..., Any], settings: Any, **options: Any):
+    def __init__(
+        self, function: Callable[..., Any], settings: Any, out: Any = None, **options: Any
+    ):
         # A new function: for an equal one JAX would return the executable in its memory, which XLA
         # cannot serialise if it came from JAX's cache.
-        self._jitted = jax.jit(functools.partial(function), **options)
+        self._jitted = jax.jit(functools.partial(function), out_shardings=out, **options)
         # Both accept arrays or their shapes, and store nothing.
         self.lower, self.trace = self._jitted.lower, self._jitted.trace
         self._name = _name_of(function)
-        self._settings = settings
-        self._options = {name: options[name] for name in options if name != "out_shardings"}
+        self._settings, self._options = settings, options
         self._executables: dict[Any, Any] = {}
         self._last: dict[Any, Any] = {}  # by structure and static values: a layer's kind
 
@@ -63,10 +64,6 @@ class Program:
                 pass
         self._last[kind] = executable = self._executable(arguments, static)
         return executable(*arguments)
-
-    def shapes(self, *arguments: Any, **static: Any) -> Any:
-        """Return shapes and dtypes of the results without compiling."""
-        return jax.eval_shape(functools.partial(self._jitted, **static), *arguments)
 
     def _executable(self, arguments: Any, static: dict[str, Any]) -> Any:
         leaves, structure = jax.tree.flatten(arguments)

@@ -66,11 +66,10 @@ def log_rest(
         below = jnp.exp(peak - jnp.where(highest == -jnp.inf, 0.0, highest))
         return shares * below[..., None], total * below
 
-    def as_they_are(shares: Array, total: Array, peak: Array) -> tuple[Array, Array]:
-        """Return the inputs: the peak of `of_head` is already common."""
-        return shares, total
-
-    weights, total = lax.platform_dependent(shares, total, peak, cpu=as_they_are, default=level)
+    # On a CPU the peak of `of_head` is already common.
+    weights, total = lax.platform_dependent(
+        shares, total, peak, cpu=lambda shares, total, peak: (shares, total), default=level
+    )
     everything = jnp.sum(total, axis=-1)
     sums = entries(weights.reshape(scores.shape))
     return Rest(score, sums / jnp.where(everything > 0, everything, 1.0)[..., None])

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.decode.state import Counts
@@ -254,7 +254,7 @@ class SteppedBatch(ServedBatch):
         return allowed_tokens(matchers, *self.live.logits.shape)
 
     def _begin(self, reading: Reading, answer: Answer, sampler: Sampler) -> Single:
-        return reading.single(answer.job.budget)
+        return reading.single(budget=answer.job.budget)
 
     def _try_begin(self, reading: Reading) -> Single:
         return reading.single()
@@ -326,10 +326,10 @@ class RoundBatch(ServedBatch):
         job = answer.job
         drawn = sampler.draw(*reading.predicted, log_probs=job.top is not None)
         self._first.append((answer, drawn))
-        return _single(reading, drawn.tokens, job.budget, job.most - 1)
+        return reading.single(drawn.tokens, job.budget, job.most - 1)
 
     def _try_begin(self, reading: Reading) -> Single:
-        return _single(reading, reading.predicted[1])
+        return reading.single(reading.predicted[1])
 
     def _try_steps(self, reading: Reading) -> Iterator[None]:
         # Draws without penalties come first and use a separate program.
@@ -342,13 +342,6 @@ class RoundBatch(ServedBatch):
             yield
             self.live.warm_up(self._sampler, watch_heat if heat else None)
             yield
-
-
-def _single(
-    reading: Reading, drawn: Int[Array, " 1"], budget: float | None = None, room: int = 0
-) -> Single:
-    """Return the sequence of a complete prompt whose first new token is drawn."""
-    return Single(reading.cache, len(reading.tokens), drawn, budget, room)
 
 
 def served_batch(engine: Engine, limits: Limits, metrics: Metrics) -> ServedBatch:

@@ -72,8 +72,9 @@ class PrefixCache:
         self._decoder, self._capacity, self._chunk, self._limit = decoder, capacity, chunk, limit
         self._root, self._nodes = Node(None, np.zeros(0, np.int32)), set[Node]()
         self._clock = itertools.count(1)
-        make = cache_steps(decoder).empty.shapes
-        small, large = (make(batch=1, capacity=n, slots=n) for n in (capacity, 2 * capacity))
+        make = cache_steps(decoder).empty.trace
+        traced = (make(batch=1, capacity=n, slots=n) for n in (capacity, 2 * capacity))
+        small, large = (each.out_info for each in traced)
         # Later tokens change observations and the sums over tokens that leave the window.
         changing = [small.states] if decoder.policy.observes else []
         changing += [each.left for each in small.local if isinstance(each, Resident)]

@@ -142,7 +142,6 @@ class GuessMoments(NamedTuple):
 def guess_moments(
     guesses: Float[Matrix, "t h d"], queries: Float[Matrix, "t h d"], kv_heads: int
 ) -> GuessMoments:
-    """Return the moments of a piece of text."""
     h, q = (_by_kv_head(x, kv_heads) for x in (guesses, queries))
     return GuessMoments(h.swapaxes(1, 2) @ h, h.swapaxes(1, 2) @ q)
 

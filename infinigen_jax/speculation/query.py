@@ -97,9 +97,6 @@ def speculation_weights(
             basis changes: "own" [k, r, d], the leading rows of the inverse basis. If the index has
             all columns, scores are then exact. Otherwise they are the part of the scores that the
             columns explain; the columns of a balanced basis are mutually uncorrelated.
-
-    Raises:
-        InputError: for a basis or a query that the model was not converted for.
     """
     config = model.config
     basis, query = choose_basis(model, basis), choose_query(model, query)

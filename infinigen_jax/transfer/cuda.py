@@ -68,9 +68,6 @@ def make_transfer(name: str) -> Transfer:
 
     "auto" is `cuda` on NVIDIA GPUs. If `cuda` cannot run, a warning states the reason and `xla` is
     used; the results are equal.
-
-    Raises:
-        InputError: for another name.
     """
     check_setting(EngineOptions, "transfer", name)
     backend = jax.default_backend()

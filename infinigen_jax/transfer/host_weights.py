@@ -47,7 +47,6 @@ def placement(layers: Any, weights: str, mesh: Mesh) -> Any:
 
 
 def placed(layer: Params, weights: str) -> Params:
-    """Return one layer's parameters placed on the default mesh."""
     if weights == "device":
         return layer
     (shardings,) = placement([layer], weights, default_mesh())

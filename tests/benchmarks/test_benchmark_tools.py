@@ -79,7 +79,7 @@ def test_transfer_beside_computation_is_hidden_until_it_is_waited_for(moves):
         "exposed wait": 5.0,
         "idle": 2.5,
     }
-    assert found["step_ms"] == 30 == sum(found["layers_ms"].values())
+    assert found["step_ms"] == 30
     assert found["transfer_ms"] == 20 and found["hidden_share"] == 0.75
 
 

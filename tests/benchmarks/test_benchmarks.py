@@ -103,16 +103,15 @@ def test_every_system_is_timed_and_compared_with_its_floor(systems, name):
 @pytest.mark.parametrize("name", OURS)
 def test_shares_of_a_traced_step_add_up(systems, name):
     traced = systems[name]["breakdown"]
-    parts, layers = traced["parts_ms"], traced["layers_ms"]
+    parts = traced["parts_ms"]
     assert traced["steps"] == TRACED and 0 < traced["step_ms"] < 1e3
-    for shares in (parts, layers):
-        assert sum(shares.values()) == pytest.approx(traced["step_ms"])
+    assert sum(parts.values()) == pytest.approx(traced["step_ms"])
     assert min(parts["attention"], parts["mlp"], parts["sampling"]) > 0
     selects = name != "full-device"
     assert (parts["speculation"] > 0, parts["selection"] > 0) == (selects, selects)
     # The CPU reads rows where they are, in its attention.
     assert traced["transfer_ms"] == parts["transfer"] == 0
-    assert traced["guessed_share"] < 0.05 and {f"layer{i}" for i in range(3)} <= layers.keys()
+    assert traced["guessed_share"] < 0.05
 
 
 @pytest.mark.bench

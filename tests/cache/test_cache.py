@@ -58,7 +58,9 @@ def test_resident_rows_follow_the_tokens(sinks, window, block):
     rows = np.arange(1, 41, dtype=np.float32)  # the row of position p is p + 1 everywhere
     prompt = jnp.asarray(np.broadcast_to(rows[:longest, None], (3, 2, longest, 4)))
     resident = Resident.empty(3, 2, 4, slots, jnp.float32, slots.blocks(40))
-    resident = extend(resident, prompt, Span.first(jnp.asarray(lengths)), slots)
+    resident = extend(
+        resident, prompt, Span(jnp.zeros(len(lengths), jnp.int32), jnp.asarray(lengths)), slots
+    )
 
     def check(current: np.ndarray) -> None:
         part = part_of(resident, jnp.asarray(current), slots)

@@ -104,7 +104,7 @@ def check_config(config: ModelConfig) -> None:
     sizes = (config.hidden_size, config.num_layers, config.head_dim, config.vocab_size)
     assert all(type(size) is int and size > 0 for size in sizes)
     assert config.num_heads % config.num_kv_heads == 0
-    ends = [config.bos_id, config.pad_id, *config.eos_ids]
+    ends = [config.bos_id, *config.eos_ids]
     assert all(type(token) is int and token < config.vocab_size for token in ends if token)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf_files import write_gguf
-from test_gguf import EPSILON, SIZES, tiny_gguf
+from test_gguf import EPSILON, FAMILIES, SIZES, tiny_gguf
 from tiny import make_tiny
 
 from benchmarks.llama_cpp import start_server
@@ -17,33 +17,16 @@ from infinigen_jax.text.gguf_tokenizer import WORDS, gguf_tokenizer
 pytest.importorskip("xllamacpp", reason="pip install xllamacpp")
 pytestmark = pytest.mark.slow
 
-HEADS = {"head_dim": 16}  # llama.cpp needs even numbers of pairs
-MODELS: list[tuple[str, dict[str, Any]]] = [
-    ("apertus", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
-    ("arcee", {}),
-    ("cohere", EPSILON),
-    ("cohere2", EPSILON | {"num_hidden_layers": 4, "sliding_window": 7}),
-    ("ernie4_5", HEADS),
-    ("exaone", {}),
-    # llama.cpp takes the windows of EXAONE 4 from the number of layers.
-    ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
-    ("gemma", HEADS),
-    ("gemma2", HEADS | {"query_pre_attn_scalar": 16, "sliding_window": 7}),
-    ("gemma3_text", HEADS | {"query_pre_attn_scalar": 16, "sliding_window": 7}),
-    ("glm4", HEADS),
-    ("granite", {}),
-    ("hunyuan_v1_dense", HEADS),
-    ("llama", {"attention_bias": True}),
-    ("nemotron", EPSILON | HEADS),
-    ("olmo2", {}),
-    ("olmo3", {"num_hidden_layers": 4, "sliding_window": 7}),
-    ("phi3", {}),
-    ("qwen2", {}),
-    ("qwen3", HEADS),
-    ("seed_oss", HEADS),
-    ("smollm3", {"num_hidden_layers": 4}),
-    ("starcoder2", EPSILON),
-]
+# llama.cpp needs even numbers of pairs, and derives EXAONE 4's windows from the number of layers.
+CHANGES: dict[str, dict[str, Any]] = {
+    "cohere": EPSILON,
+    "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+    "granite": {},
+    "llama": {"attention_bias": True},
+    "phi3": {},
+    "qwen3": {"head_dim": 16},
+}
+MODELS = [(name, CHANGES.get(name, settings)) for name, settings in dict(FAMILIES).items()]
 TEXTS = (
     "The quick  brown fox's 12345 ran,\n\n and   I'LL see—you!! \t\r\n ok... (a)b #tag x_y 3.14",
     "  two  spaces\n\nand 12345 digits, don't",

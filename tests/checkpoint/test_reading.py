@@ -328,7 +328,7 @@ def test_sizes_that_no_model_has(family, name):
             config_from_hf(LLAMA | others | {name: size})
 
 
-@pytest.mark.parametrize("name", ["bos_token_id", "eos_token_id", "pad_token_id"])
+@pytest.mark.parametrize("name", ["bos_token_id", "eos_token_id"])
 @pytest.mark.parametrize("value", [[[1]], {}, "2", True, 1.5, -2, 96, [2, "3"], 10**30])
 def test_numbers_of_special_tokens(name, value, tmp_path):
     """In one line that names the file and the setting, also from generation_config.json."""
@@ -342,7 +342,6 @@ def test_numbers_of_special_tokens(name, value, tmp_path):
 
 
 def test_several_tokens_may_end_a_text(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"pad_token_id": -1}))
-    assert read_config(tmp_path)[1].pad_id is None
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 95]}')
     assert read_config(tmp_path)[1].eos_ids == (2, 95)

@@ -39,66 +39,40 @@ KINDS: dict[type, str] = {
 }
 ELSEWHERE = """
 import dataclasses
-from typing import ClassVar
 from infinigen_jax.policies import Window
 from infinigen_jax.policies.base import Budgeted
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recent(Window):
-    name: ClassVar[str] = "recent"
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Needs(Window):
     stride: int
-    name: ClassVar[str] = "needs"
+    name = "needs"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Odd(Window):
     odd: tuple[int, ...] = ()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Refuses(Window):
-    name: ClassVar[str] = "refuses"
-    def __post_init__(self): raise ValueError("3 is odd")
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Divides(Window):
-    name: ClassVar[str] = "divides"
+    name = "divides"
     budget: float = 1.0
     def __post_init__(self): 1 / (self.budget - 0.5)
 
+class Recent(Window): name = "recent"
+class Refuses(Window):
+    name = "refuses"
+    def __post_init__(self): raise ValueError("3 is odd")
 class Plain: ...
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Selectless(Budgeted):
-    name: ClassVar[str] = "selectless"
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
+class Selectless(Budgeted): name = "selectless"
 class Narrow(Window):
     def append(self, weights, state, keys): return state
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Early(Window):
-    lead: ClassVar[int] = 2
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Blind(Window):
-    lead: ClassVar[int] = 0
-    observes: ClassVar[bool] = True
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
+class Early(Window): lead = 2
+class Blind(Window): lead, observes = 0, True
 class Mistyped(Window):
     def select(self, lookup): return self.choose(lookup.queries, lookup)
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Empty(Window):
     def select(self, lookup): self.choose(lookup.slot_positions, lookup)
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Raising(Window):
     def select(self, lookup): raise RuntimeError("not today")
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Nothing(Window):
     def select(self, lookup): return None
 """

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +9,9 @@ import pytest
 from runtime import random_model
 
 from infinigen_jax.cli.prompts import ANSWER_TOKENS, NEW_TOKENS, fitting, prepare_prompts
-from infinigen_jax.engine.encoding import encode, encode_chat, encode_with_prefix, prefix_tokens
+from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
-from infinigen_jax.loading.load import embedded
+from infinigen_jax.loading.load import Model, embedded
 from infinigen_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 TEMPLATE = (
@@ -27,18 +26,20 @@ def tokenizer() -> Tokenizer:
     return load_tokenizer(embedded())
 
 
+def engine_of(model: Model) -> Engine:
+    """Return an engine that encodes with a model whose vocabulary its weights do not have."""
+    engine = Engine(random_model("one"))
+    engine.runtime = dataclasses.replace(engine.runtime, model=model)
+    return engine
+
+
 def prepared(tokenizer, template, prefix="", **options):
     """Prepare prompts with a model whose tokenizer has this template."""
     model = random_model("one")
     config = dataclasses.replace(model.config, max_positions=200, vocab_size=10**6)
     templated = Tokenizer(tokenizer.backend, tokenizer.special_tokens, template)
     model = dataclasses.replace(model, config=config, given_tokenizer=templated)
-    engine: Any = SimpleNamespace(
-        model=model,
-        encode=lambda text, first: encode(model, text, first=first),
-        encode_with_prefix=lambda *given: encode_with_prefix(model, *given),
-        prefix_tokens=functools.partial(prefix_tokens, model),
-    )
+    engine = engine_of(model)
     given = {"raw": False, "system": None, "chat_template": None, "max_new_tokens": None}
     return prepare_prompts(engine, argparse.Namespace(**given | options), PROMPTS, prefix)
 
@@ -55,11 +56,12 @@ def test_a_chat_of_a_library(tokenizer):
     model = dataclasses.replace(random_model("one"), given_tokenizer=None)
     turn = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROMPTS[0]}]
     with pytest.raises(InputError, match="no chat template"):
-        encode_chat(model, turn)
+        engine_of(model).encode_chat(turn)
     templated = Tokenizer(tokenizer.backend, tokenizer.special_tokens, TEMPLATE)
     config = dataclasses.replace(model.config, vocab_size=10**6)
     model = dataclasses.replace(model, config=config, given_tokenizer=templated)
-    assert encode_chat(model, turn) == prepared(tokenizer, TEMPLATE, system="Be brief.").tokens[0]
+    expected = prepared(tokenizer, TEMPLATE, system="Be brief.").tokens[0]
+    assert engine_of(model).encode_chat(turn) == expected
 
 
 def test_a_prefix_is_within_the_message_and_shared(tokenizer):

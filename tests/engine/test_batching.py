@@ -6,7 +6,7 @@ from runtime import NEW, SPARSE, engine, numbers, tokens_of, with_ends
 
 from infinigen_jax.engine import memory_plan as planning
 from infinigen_jax.engine.engine import Engine
-from infinigen_jax.engine.memory_plan import FILLED
+from infinigen_jax.engine.prompts import FILLED
 from infinigen_jax.errors import InputError
 from infinigen_jax.policies.quest import Quest
 

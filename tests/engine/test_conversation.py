@@ -216,26 +216,6 @@ def test_other_weights_are_refused_by_name(tmp_path):
         other.resume(tmp_path / "talk")
 
 
-def test_files_of_before_a_setting_existed(tmp_path, monkeypatch):
-    """They used the default of the setting, or did not record it; another value is refused."""
-    conversation = engine("one").conversation(context=CONTEXT)
-    say(conversation, TURNS[0], 5)
-    settings_of = conversation_module.settings_of
-
-    def former(runtime: Any) -> dict[str, str]:
-        later = "speculate_from", "weight dtype", "lossless"
-        return {k: v for k, v in settings_of(runtime).items() if k not in later}
-
-    with monkeypatch.context() as patch:
-        patch.setattr(conversation_module, "settings_of", former)
-        conversation.save(tmp_path / "old")
-    expected = say(conversation, TURNS[2], 8)
-    assert say(engine("one").resume(tmp_path / "old"), TURNS[2], 8) == expected
-    behind = engine_of(dataclasses.replace(SPARSE, speculate_from="resident"))
-    with pytest.raises(InputError, match="speculate_from input, not resident"):
-        behind().resume(tmp_path / "old")
-
-
 def test_settings_that_change_no_result_may_differ(saved):
     made = engine("one", schedule="layerwise", hot_set=2.0)
     here, there = engine("one").resume(saved), made.resume(saved)

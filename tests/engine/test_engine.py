@@ -22,7 +22,8 @@ from runtime import (
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import embedded, load
-from infinigen_jax.policies import Full, InfiniGenPaper, Policy
+from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper, Policy
+from infinigen_jax.settings.pool import Pool
 from infinigen_jax.settings.sampling import Sampling
 
 LAYER = random_model("one")
@@ -97,11 +98,17 @@ def test_single_tokens_are_prompts():
 
 
 def test_settings_and_prompts_out_of_range():
+    verified: dict[str, Any] = {"policy": SPARSE, "dense_layers": 0, "lossless": True}
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"dense_layers": -1}, "dense_layers"),
         ({"schedule": "eager"}, "schedule"),
         ({"transfer": "pigeon"}, "transfer"),
         ({"weights": "disk"}, "weights disk"),
+        (verified | {"policy": Full()}, "lossless: policy full"),
+        (verified | {"pool": Pool(tokens=40)}, "pool"),
+        (verified | {"rows": "int8", "policy": InfiniGen(window=1)}, "lossless: `rows` int8"),
+        ({"draft_tokens": 3}, "draft_tokens: nothing is drafted"),
+        ({"draft_weights": "int4"}, "draft_weights: nothing is drafted"),
         ({"pool": 100}, r"pool 100: give Pool\(tokens=4096\)"),
         *(({"hot_set": size}, "hot_set") for size in (0.5, -1.0, float("nan"))),
     ]

@@ -25,13 +25,11 @@ from runtime import (
 from tiny import logits_of
 
 from infinigen_jax.engine.engine import Engine
-from infinigen_jax.engine.live_batch import LiveBatch
 from infinigen_jax.engine.lossless import LosslessRun, LosslessStats
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import load
 from infinigen_jax.models.small_weights import small_dtype
-from infinigen_jax.policies import H2O, Full, InfiniGen, Oracle, PreviousQuery, Quest, Window
-from infinigen_jax.settings.pool import Pool
+from infinigen_jax.policies import H2O, Full, Oracle, PreviousQuery, Quest, Window
 from infinigen_jax.settings.sampling import Sampling
 
 FULL = Full(window=4, sinks=2)  # rows are stored for the host when those of SPARSE are
@@ -236,26 +234,6 @@ def distribution(
 
 
 @pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"policy": Full()}, "lossless: policy full"),
-        ({"pool": Pool(tokens=40)}, "pool"),
-        ({"rows": "int8", "policy": InfiniGen(window=1)}, "lossless: `rows` int8"),
-    ],
-)
-def test_settings_that_rule_it_out_are_named(settings, named):
-    model = random_model("one")
-    with pytest.raises(InputError, match=named):
-        Engine(model, **({"policy": SPARSE} | settings), dense_layers=0, lossless=True)
-
-
-@pytest.mark.parametrize("setting", [{"draft_tokens": 3}, {"draft_weights": "int4"}])
-def test_drafts_belong_to_the_lossless_mode(setting):
-    with pytest.raises(InputError, match=f"{next(iter(setting))}: nothing is drafted"):
-        Engine(random_model("one"), **setting)
-
-
-@pytest.mark.parametrize(
     ("settings", "form"),
     [
         ({}, "int8"),
@@ -277,10 +255,8 @@ def test_small_weights_are_not_made_smaller():
         Engine(model, policy=SPARSE, lossless=True, draft_weights="int4")
 
 
-def test_a_batch_that_sequences_join_and_given_tokens_are_refused():
+def test_given_tokens_are_refused():
     made = pair("poor")[1]
-    with pytest.raises(InputError, match="lossless"):
-        LiveBatch.empty(made.runtime, 2, 128)
     run = made.start(RAGGED, max_new_tokens=2)
     assert isinstance(run, LosslessRun)
     for use in (run.advance, lambda: run.predict(np.zeros(3, np.int32))):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runtime import ALL, NEW, RAGGED, SPARSE, engine, plain_pass, random_model
+from runtime import ALL, NEW, RAGGED, SPARSE, engine, plain_pass, random_model, score
 
 from infinigen_jax.cache.layers import Resident
 from infinigen_jax.engine.engine import Engine
@@ -30,7 +30,7 @@ def scored(engine: Engine, steps: int, each: Any = lambda run: None) -> tuple[Ru
         at = [len(p) + step for p in PROMPTS]
         tokens = np.array([TOKENS[i, n] for i, n in enumerate(at)])
         targets = np.array([TOKENS[i, n + 1] for i, n in enumerate(at)])
-        scores.append(np.asarray(run.score(tokens, targets)))
+        scores.append(score(run, tokens, targets))
         each(run)
     return run, np.stack(scores, axis=1)
 

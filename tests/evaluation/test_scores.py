@@ -82,7 +82,7 @@ def test_traffic_is_what_a_run_says_of_itself():
     _, traffic = score_windows(chosen, WINDOWS[:2], CONTEXT, batch=2)
     run = chosen.start(WINDOWS[:2, : CONTEXT - 1].tolist(), max_new_tokens=28)
     for i in range(CONTEXT - 1, 39):
-        run.score(WINDOWS[:2, i], WINDOWS[:2, i + 1])
+        run.predict(WINDOWS[:2, i])
     shares = (traffic.selected / traffic.tokens, traffic.fetched / traffic.tokens)
     kept, cached = run.owners.history(np.full(2, run.capacity))  # every step
     rows = rows_per_step(run.counts, kept)

@@ -1,22 +1,9 @@
-"""Compile a JAX function for an NVIDIA GPU on a machine that has none, and get the result.
+"""Compile a JAX function for an NVIDIA GPU on a machine without one, and get the result.
 
-JAX's CUDA plugin contains the whole compiler. Given a description of a GPU it compiles "for" that
-GPU without a driver, and the optimised HLO that comes out is the program a real H200 would run:
-which operations copy the KV cache, where the transfers start and end, what is updated in place,
-how much temporary memory is needed in device memory and in pinned host memory. It says nothing
-about speed: nothing is executed.
-
-`make compile-gpu` sets up the environment: JAX's CUDA plugin with its compiler (jax-cuda12-plugin,
-nvidia-cuda-nvcc-cu12, or those of CUDA 13), and neither a driver nor a toolkit. Run with
-JAX_PLATFORMS=cpu: otherwise JAX tries the plugin and prints a traceback about the missing driver.
-
-    program = compile_for_gpu(step, on_host(cache_shape, jnp.bfloat16), on_device((8,), jnp.int32),
-                              donate_argnums=0)
-
-The outcome is read with `reading`.
-
-It works with jax 0.10.2, 0.11.2 and 0.12.0.1. A few names come from jax._src, which may change.
-`compile_options` and `_compile` contain all of them, so that a failure is easy to locate.
+JAX's CUDA plugin contains the whole compiler: given a description of a GPU, it compiles without a
+driver. The optimised HLO is the program that this GPU would run. `make compile-gpu` sets up the
+environment; `reading` reads the outcome. Works with jax 0.10.2, 0.11.2 and 0.12.0.1: the names from
+jax._src, which may change, are in `compile_options` and `_compile`.
 """
 
 import functools
@@ -98,13 +85,9 @@ def compile_for_gpu(
 
     Args:
         fun: the function; already jitted is fine, then without `jit_options`.
-        *args: pytrees of arrays or of `on_host(...)` / `on_device(...)`. For a sharded program, use
-            `jax.ShapeDtypeStruct` with a NamedSharding over a mesh of CPU devices
-            (XLA_FLAGS=--xla_force_host_platform_device_count=N): it is compiled for N GPUs.
-        options: compiler options by name, in addition to the jitted function's own, such as
-            {"xla_gpu_enable_latency_hiding_scheduler": True} or
-            {"xla_disable_automatic_host_compute_offload": True}; the latter turns arithmetic and
-            gathers on host memory into a compile error.
+        *args: pytrees of arrays or of `on_host(...)` / `on_device(...)`. For a program of several
+            GPUs, shapes with a NamedSharding over a mesh of CPU devices.
+        options: compiler options by name, in addition to the jitted function's own.
         target_config: the GPU, see H200.
         keywords: arguments by name, among them the static ones.
         **jit_options: for jax.jit, such as donate_argnums.

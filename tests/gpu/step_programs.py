@@ -154,7 +154,7 @@ def weights(weights_on: str = "device", config: ModelConfig = CONFIG) -> Weights
 def _cache(made: Decoder | None = None) -> Cache:
     at, made = Placement(default_mesh()), made or decoder()
     empty = cache_steps(made).empty
-    cache = empty.shapes(batch=BATCH, capacity=CAPACITY, slots=CAPACITY)
+    cache = empty.trace(batch=BATCH, capacity=CAPACITY, slots=CAPACITY).out_info
     host = (made.host_layers, BATCH, CONFIG.num_kv_heads, CAPACITY, 2 * CONFIG.head_dim)
     lengths = _placed(cache.lengths, at.batch)
     cache = _placed(cache._replace(lengths=None), at.rows)
@@ -285,7 +285,7 @@ def flush_pool() -> Program:
     policy = dataclasses.replace(POLICY, tail_tokens=0)
     limited = dataclasses.replace(decoder(), policy=policy, pool=Pool(tokens=CAPACITY))
     positions = _shaped((BATCH, CONFIG.num_kv_heads, CAPACITY), jnp.int32, at.rows)
-    kept = _placed(cache_steps(limited).kept.shapes(positions), at.rows)
+    kept = _placed(cache_steps(limited).kept.trace(positions).out_info, at.rows)
     left = _shaped((BATCH, CONFIG.num_kv_heads, 1, CONFIG.head_dim), jnp.float32, at.rows)
     local = (*cache.local[:DENSE], *[x._replace(left=left) for x in cache.local[DENSE:]])
     pooled = cache._replace(hot=(kept,) * on_host, pool=(positions,) * on_host, local=local)

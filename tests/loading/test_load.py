@@ -165,6 +165,8 @@ def test_damaged_bases(tiny, tmp_path):
     refused(whole | {"query_basis": np.full_like(skewed, np.nan)}, "layer 0 is not")
     refused({k: v for k, v in whole.items() if k != "key_basis"}, "key_basis is missing")
     refused(whole | {"key_mean": whole["key_mean"][:, :1]}, "key_mean is float32")
+    uncorrected = {k: v for k, v in whole.items() if not k.startswith("ahead")}
+    refused(uncorrected, "ahead_query_basis is missing .*; convert the model again")
 
 
 def test_a_conversion_without_tokenizer_says_so_when_asked(tiny, tmp_path):

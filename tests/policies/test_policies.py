@@ -140,7 +140,7 @@ def test_the_previous_query_selects_for_the_next_token():
     assert chosen(policy, state, drawn(B, K, G, D, seed=9)) == chosen(oracle, exact, query)
     prompt = drawn(B, 50, K * G, D, seed=3)
     lengths = np.array([50, 20])
-    span = Span.first(jnp.asarray(lengths, jnp.int32))
+    span = Span(jnp.zeros(len(lengths), jnp.int32), jnp.asarray(lengths, jnp.int32))
     state = policy.observe_queries(state, jnp.asarray(prompt), jnp.zeros((B, K, T)), span)
     last = np.stack([prompt[i, n - 1] for i, n in enumerate(lengths)]).reshape(B, K, G, D)
     assert chosen(policy, state) == chosen(oracle, exact, last)

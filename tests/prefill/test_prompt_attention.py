@@ -99,7 +99,7 @@ def test_windows(window, attend):
     assert_close(jax.jit(functools.partial(attend, window=window))(*whole), expected)
     ring = Sliding(*jnp.zeros((2, 2, 2, window, 8), jnp.float32))
     rows = jnp.concatenate(whole[1:], axis=-1).swapaxes(1, 2)
-    before = Span.first(jnp.array(starts, jnp.int32))
+    before = Span(jnp.zeros(len(starts), jnp.int32), jnp.array(starts, jnp.int32))
     span = Span(before.end, before.count)
     in_ring = device_rows(ring.extend(rows, before), span, jnp.float32)
     in_ring = in_ring._replace(size=min(4, window))

@@ -54,7 +54,7 @@ def test_status_pages(served: Served):
 
 WRONG_FIELDS: list[dict[str, Any]] = [
     *({"prompt": wrong} for wrong in ("\ud800", [99999], [-1], [], ["a"] * 65, "a" * 10**6)),
-    {"temperature": float("nan")},
+    *({name: float("nan")} for name in ("temperature", "budget")),
     {"top_k": 10**400},
 ]
 MALFORMED = [b"{", b"[]", b'{"prompt": 1e999, "model": "small"}', b"[" * 100_000]
@@ -213,12 +213,13 @@ def test_full_queue_and_shutdown(served: Served, monkeypatch):
         scheduler.submit([job(1, send), job(1, send)])  # all run together
 
         def is_full() -> bool:
-            """Three answers run, and one waits."""
+            """Return whether no sequence is free, and a request waits."""
             try:
                 scheduler.submit([job(240, send)])
             except BusyError:
                 names = "infinigen_running_answers", "infinigen_waiting_requests"
-                return [server.metric(name) for name in names] == [ROWS, 1]
+                running, waiting = map(server.metric, names)
+                return running == ROWS and waiting >= 1
             return False
 
         server.wait(is_full)

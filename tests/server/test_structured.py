@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+import re
 import threading
 from typing import Any
 
@@ -117,36 +118,33 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("tool_choice", {"tools": TOOLS, "tool_choice": "required"}),
     ("parallel_tool_calls", {"tools": TOOLS, "parallel_tool_calls": False}),
     ("functions", {"functions": [{"name": "f"}]}),
-    ("messages", {"messages": [called("{")]}),
     ("messages", {"messages": [called("[" * 100_000)]}),
-    ("messages", {"messages": [{"role": "user", "content": [IMAGE]}]}),
-    ("messages", {"messages": [{"role": "user", "content": "x" * 10**7}]}),
+    (
+        "messages.0.tool_calls.0.function.arguments: not the text",
+        {"messages": [called("{")]},
+    ),
+    (
+        "messages.0.content.0.image_url: this parameter",
+        {"messages": [{"role": "user", "content": [IMAGE]}]},
+    ),
+    (
+        "messages.0.content: Input should be a valid string",
+        {"messages": [{"role": "user", "content": 1}]},
+    ),
+    (
+        "messages: 10000000 characters exceed the context",
+        {"messages": [{"role": "user", "content": "x" * 10**7}]},
+    ),
+    ("stop: List should have at most 16 items", {"stop": ["x"] * 17}),
 ]
-MESSAGES = {  # of the error, and the settings that cause it
-    "messages.0.content.0.image_url: this parameter": {"messages": REFUSED[-2][1]["messages"]},
-    "messages.0.content: Input should be a valid string": {
-        "messages": [{"role": "user", "content": 1}]
-    },
-    "stop: List should have at most 16 items": {"stop": ["x"] * 17},
-    "messages.0.tool_calls.0.function.arguments: not the text": {"messages": [called("{")]},
-    "messages: 10000000 characters exceed the context": REFUSED[-1][1],
-}
 
 
-@pytest.mark.parametrize(("field", "settings"), REFUSED)
-def test_refused_parameters_of_chats_are_named(served: Served, field, settings):
+@pytest.mark.parametrize(("start", "settings"), REFUSED)
+def test_refused_parameters_of_chats_are_named(served: Served, start, settings):
     with pytest.raises(openai.BadRequestError) as caught:
         ask(served, **settings)
     error: Any = caught.value.body
-    assert error["param"] == field and field in error["message"]
-
-
-@pytest.mark.parametrize("message", MESSAGES)
-def test_errors_name_the_part_of_a_request(served: Served, message):
-    with pytest.raises(openai.BadRequestError) as caught:
-        ask(served, **MESSAGES[message])
-    error: Any = caught.value.body
-    assert error["message"].startswith(message)
+    assert error["param"] == re.split("[.:]", start)[0] and start in error["message"]
 
 
 def test_tools_go_to_the_template(served: Served):

@@ -1,4 +1,0 @@
-"""Default settings of a conversion."""
-
-DEFAULT_SKEW = "balanced"
-DEFAULT_SOURCE = "resident"  # of a corrected query
