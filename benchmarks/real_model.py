@@ -66,7 +66,7 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     score("length", 8192, "0.05 0.1", "full infinigen")
     score("budgets", 4096, "0.02 0.1", "full infinigen")
     score("others", 4096, "0.02 0.1", "full oracle quest window h2o")
-    score("poor", 4096, "0.02 0.1", "full infinigen-paper previous-query")
+    score("baselines", 4096, "0.02 0.1", "full infinigen-paper previous-query")
     score("others", 8192, "0.05", "full oracle quest window h2o")
     score("memory", 4096, "0.05 --dense-layers 4", "full window h2o", "wiki")
     score("settings", 4096, "0.05", SETTINGS)
@@ -87,7 +87,6 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     for name, given in {
         "1": f"{CONTEXTS} --systems {SYSTEMS} llama.cpp-f32 llama.cpp",
         "1-int4": f"{CONTEXTS} --systems {small}",
-        "1-half": f"{CONTEXTS} --systems infinigen llama.cpp-f16 --weight-dtype bfloat16",
         "4-int4": f"1024 4096 --systems {small} --batch 4",
         "4-int4-7680": f"7680 --systems {small} --batch 4",
         "1-llama": f"{CONTEXTS} --systems {llama}",
