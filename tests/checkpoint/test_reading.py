@@ -342,6 +342,6 @@ def test_numbers_of_special_tokens(name, value, tmp_path):
 
 
 def test_several_tokens_may_end_a_text(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"pad_token_id": 96}))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 95]}')
     assert read_config(tmp_path)[1].eos_ids == (2, 95)

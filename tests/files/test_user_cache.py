@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from infinigen_jax.files import user_cache
 from infinigen_jax.files.user_cache import cache_root, keep_programs, processor, prune
 
 
@@ -17,6 +18,17 @@ def test_it_is_in_the_users_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     for unset in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", unset)
         assert cache_root() == Path.home() / ".cache" / "infinigen_jax"
+
+
+def test_processors_with_other_instructions_have_other_programs(monkeypatch, tmp_path: Path):
+    texts = "model name\t: A\nflags\t: x\ncpu MHz\t: 1", "CPU part\t: 0x1", "Features\t: sve"
+    names = set()
+    for number, text in enumerate([*texts, texts[0].replace("MHz\t: 1", "MHz\t: 2")]):
+        file = tmp_path / str(number)
+        file.write_text(text)
+        monkeypatch.setattr(user_cache, "CPU_INFO", file)
+        names.add(processor.__wrapped__())
+    assert len(names) == len(texts)
 
 
 def test_what_was_used_least_recently_gives_way(tmp_path: Path):

@@ -139,7 +139,7 @@ def test_windows_of_configurations():
     assert found(model_type="mistral") == found(model_type="mistral", sliding_window=64)
     assert found(model_type="mistral", sliding_window=64) == (None, ())
     qwen = {"model_type": "qwen2", "sliding_window": 7, "max_window_layers": 2}
-    assert found(**qwen) == (None, ())
+    assert found(**qwen) == found(**qwen | {"max_window_layers": None}) == (None, ())
     assert found(**qwen, use_sliding_window=True) == (7, (2,))
     types = ["sliding_attention", "full_attention", "full_attention"]
     assert found(**qwen, use_sliding_window=True, layer_types=types) == (7, (0,))
