@@ -116,15 +116,22 @@ class SafetensorsWriter:
     Args:
         file: file open for writing, which `close` leaves open.
         layout: name -> (dtype, shape) of every tensor, in the order of the calls of `add`.
+        metadata: strings for the header; transformers expects {"format": "pt"}.
     """
 
-    def __init__(self, file: BinaryIO, layout: Mapping[str, tuple[np.dtype, tuple[int, ...]]]):
-        self._left = list(layout)
+    def __init__(
+        self,
+        file: BinaryIO,
+        layout: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+        metadata: Mapping[str, str] | None = None,
+    ):
+        self._layout = dict(layout)
+        self._pending = list(self._layout)
         self._hash = hashlib.sha256()
         self.size = 0
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers expects it
+        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
         position = 0
-        for name, (dtype, shape) in layout.items():
+        for name, (dtype, shape) in self._layout.items():
             end = position + tensor_bytes(dtype, shape)
             header[name] = {
                 "dtype": NAMES[np.dtype(dtype)],
@@ -143,14 +150,19 @@ class SafetensorsWriter:
         return self._hash.digest()
 
     def add(self, name: str, tensor: np.ndarray) -> None:
-        """Append the next tensor of `layout`."""
-        expected = self._left.pop(0)
-        assert name == expected
+        """Append the next tensor of `layout`; raise ValueError if it does not match."""
+        if not self._pending or self._pending[0] != name:
+            raise ValueError(f"tensor {name} written out of order")
+        dtype, shape = self._layout[name]
+        if tensor.dtype != dtype or tensor.shape != shape:
+            raise ValueError(f"{name}: {tensor.dtype}{tensor.shape} instead of {dtype}{shape}")
+        self._pending.pop(0)
         self._write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
 
     def close(self) -> str:
         """Flush to disk and return the SHA-256 of the file in hexadecimal."""
-        assert not self._left
+        if self._pending:
+            raise ValueError(f"tensors never written: {', '.join(self._pending)}")
         self._file.flush()
         os.fsync(self._file.fileno())
         return self._hash.hexdigest()

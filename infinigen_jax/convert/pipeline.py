@@ -213,12 +213,12 @@ class _Job:
         layout = {spec.name: (self.dtype, spec.shape) for spec in self.specs.flat()}
         with contextlib.ExitStack() as stack:
 
-            def opened(name: str, layout: Any) -> SafetensorsWriter:
-                return SafetensorsWriter(stack.enter_context(open(out / name, "wb")), layout)
+            def opened(name: str, *arguments: Any) -> SafetensorsWriter:
+                return SafetensorsWriter(stack.enter_context(open(out / name, "wb")), *arguments)
 
             files: dict[str, SafetensorsWriter] = {}
             if whole:
-                files[SAFETENSORS] = opened(SAFETENSORS, layout)
+                files[SAFETENSORS] = opened(SAFETENSORS, layout, {"format": "pt"})
             if self.skew == "balanced":
                 files[AHEAD_FILE] = opened(AHEAD_FILE, self._ahead_layout())
             if whole:

@@ -260,9 +260,10 @@ class Engine:
 
     def _begin(self, prompts: Any, prefix: Prompt, *arguments: Any, **options: Any) -> Run:
         given = prompt_list(prompts)
+        encoded = self.encode_with_prefix(prefix, given)
         options["continues"] = all(isinstance(prompt, str) for prompt in given)
         options |= {"fit": True, "prefix": self.prefix_tokens(prefix)}
-        return self.start(self.encode_with_prefix(prefix, given), *arguments, **options)
+        return self.start(encoded, *arguments, **options)
 
     def stream(
         self,

@@ -21,7 +21,7 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.files.atomic import whole_file
 
 KIND = "infinigen-jax conversation"
-VERSION = 1
+VERSION = 2
 BYTES = np.dtype(np.uint8)
 CHECKSUM_BYTES = hashlib.sha256().digest_size
 # Errors caused by invalid values.

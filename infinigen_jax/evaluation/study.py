@@ -27,7 +27,7 @@ from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.layer_rows import HostRows
 from infinigen_jax.decode.state import Carry, Fetched
 from infinigen_jax.decode.steps import Watched
-from infinigen_jax.ops.attention import Part, attend_weighted, packed
+from infinigen_jax.ops.attention import Part, attend_weighted, packed, part_scores
 from infinigen_jax.ops.top_k import top_mask
 from infinigen_jax.policies.base import Budgeted
 from infinigen_jax.selection.select import Request, group_rank
@@ -92,7 +92,9 @@ def compare(decoder: Decoder, watched: Watched) -> Seen:
     fetched = request.mask(capacity) & eligible[:, None]
     wanted = _wanted(decoder, watched, request, eligible)
     # Rank like the policy `oracle`: the group's softmax over the eligible rows, summed.
-    best = top_mask(group_rank(jnp.log(far)), wanted) & eligible[:, None]
+    scores = part_scores(q, packed(rows, eligible[:, None]), cap)
+    scores = jnp.where(eligible[:, None, None], scores, -jnp.inf)
+    best = top_mask(group_rank(scores), wanted) & eligible[:, None]
     if decoder.policy.has_tail:
         had = _with_tail(decoder, watched, request, q, resident)
     else:

@@ -42,8 +42,9 @@ def relative_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> Mod
     activation = hf.get("hidden_act", "silu")
     refuse_unless(activation in ACTIVATIONS, f"hidden_act {activation!r}")
     rope = settings.get("rope") or rope_from_hf(hf)
-    varying = [each.kind for each in settings.get("layer_ropes", ()) if each and each.varies]
-    refuse_unless(not varying, f"rope type {varying and varying[0]!r} in a {family} model")
+    if ropes := settings.get("layer_ropes"):  # their frequencies are fixed
+        varying = [each.kind for each in (rope, *ropes) if each is not None and each.varies]
+        refuse_unless(not varying, f"rope type {varying and varying[0]!r} in {family} models")
     refuse_unless(rope.fits(common["head_dim"]), f"rope type {rope.kind!r} for heads of its size")
     common["max_positions"] = most = stretched_positions(rope, common["max_positions"])
     refuse_unless(most <= LARGEST, f"a context of {most} tokens")

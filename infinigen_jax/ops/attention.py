@@ -71,7 +71,7 @@ def attend_weighted(
     q: Float[Array, "b k g d"], *parts: Part, tail: Tail | None = None, cap: float | None = None
 ) -> tuple[Float[Array, "b k g d"], list[Float[Array, "b k g n"]]]:
     """Return `attend`'s output up to rounding, and each part's weights; a tail has the rest."""
-    scores = jnp.concatenate([_scores(q, part, cap) for part in parts], axis=-1)
+    scores = jnp.concatenate([part_scores(q, part, cap) for part in parts], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)
     output = jnp.zeros(q.shape, jnp.float32)
     of_parts, start = [], 0
@@ -121,7 +121,7 @@ def start_softmax(q: Float[Array, "*b d"]) -> Softmax:
 
 def softmax_over(q: Float[Array, "b k g d"], part: Part, cap: float | None = None) -> Softmax:
     """Return the state after some rows."""
-    scores = _scores(q, part, cap)
+    scores = part_scores(q, part, cap)
     peak = best(scores)
     weights = jnp.where(part.valid[:, :, None], jnp.exp(scores - peak[..., None]), 0.0)
     total = summed(lambda weights: weights, weights)
@@ -164,7 +164,10 @@ def finish_softmax(
     return output.astype(q.dtype)
 
 
-def _scores(q: Float[Array, "b k g d"], part: Part, cap: float | None) -> Float[Array, "b k g n"]:
+def part_scores(
+    q: Float[Array, "b k g d"], part: Part, cap: float | None
+) -> Float[Array, "b k g n"]:
+    """Return the attention logits, float32; MASKED for rows that are not valid."""
     width = part.keys.shape[-1] - q.shape[-1]
     q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, width)))
 

@@ -67,6 +67,6 @@ class Quest(Budgeted):
         n = keys.shape[2]
         keys = keys.astype(jnp.float32)
         page = span.positions(n) // self.page
-        page = jnp.where(span.holds(n), page, state.least.shape[2])[:, None]  # the last: dropped
+        page = jnp.where(span.holds(n), page, state.least.shape[2])[:, None]  # beyond: dropped
         least = by_head(state.least, page).min(keys, mode="drop")
         return Bounds(least, by_head(state.most, page).max(keys, mode="drop"))

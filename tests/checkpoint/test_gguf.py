@@ -229,8 +229,8 @@ def test_settings_that_are_easily_missed(tmp_path):
     yarn: Any = {"type": "yarn", "factor": 4, "yarn_beta_fast": 16, "yarn_beta_slow": 2}
     changes: Any = {f"llama.rope.scaling.{name}": value for name, value in yarn.items()}
     changes |= {"tokenizer.ggml.padding_token_id": 2**32 - 1}
-    config = read_config(write_gguf(tmp_path / "a.gguf", made, **changes))[1]
-    assert config.rope is not None
+    written, config = read_config(write_gguf(tmp_path / "a.gguf", made, **changes))
+    assert config.rope is not None and "pad_token_id" not in written
     assert (config.rope.fast_turns, config.rope.slow_turns) == (16, 2)
     usual: Any = {"llama.rope.scaling.attn_factor": 0.1 * math.log(4) + 1}
     assert read_config(write_gguf(tmp_path / "d.gguf", made, **changes, **usual))[1] == config

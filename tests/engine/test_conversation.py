@@ -16,6 +16,7 @@ from tiny import only
 
 from infinigen_jax.engine import conversation as conversation_module
 from infinigen_jax.engine import memory_plan as planning
+from infinigen_jax.engine import saved_file
 from infinigen_jax.engine.conversation import Conversation
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.rounds import Rounds
@@ -198,6 +199,12 @@ OTHERS = {
     "another model": lambda: engine("gqa"),
     "pool: a conversation": engine_of(SPARSE, pool=Pool(tokens=50)),
 }
+
+
+def test_another_format_is_refused_by_its_version(saved, monkeypatch):
+    monkeypatch.setattr(saved_file, "VERSION", 3)
+    with pytest.raises(InputError, match="format version 2, but version 3 is needed"):
+        engine("one").resume(saved)
 
 
 @pytest.mark.parametrize("why", OTHERS)

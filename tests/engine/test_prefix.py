@@ -170,7 +170,9 @@ def test_text_is_tokenised_whole():
     made = Engine(model, policy=SPARSE)
     assert made.encode_with_prefix("xxa", ["b", "c"]) == [made.encode("xxz"), made.encode("xxac")]
     with pytest.raises(InputError, match="as text or as token numbers"):
-        made.encode_with_prefix("xxa", [[5]])
+        made.generate([[5]], prefix="xxa")
+    with pytest.raises(InputError, match="prefix: .*UTF-8"):
+        made.generate("b", prefix="\ud800")
 
 
 def test_a_pool_is_refused():

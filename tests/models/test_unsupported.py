@@ -29,6 +29,10 @@ REFUSED = {
     "rope type": (LLAMA | {"rope_scaling": {"rope_type": "longrope"}}, "'longrope'"),
     "rope in parts": (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
     "rope by kind": (LLAMA | {"rope_parameters": {"full_attention": {}}}, "full_attention"),
+    "rope of some layers": (
+        LLAMA | {"model_type": "smollm3", "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "'dynamic' in smollm3 models",
+    ),
     "rope shrunk": (LLAMA | {"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor below 1"),
     "rope twice": (
         LLAMA | {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn"}},
