@@ -96,7 +96,10 @@ TABLES: Mapping[str, tuple[Titled, Titled, str]] = {
     ),
     "real sizes": (SIZES, by_text("", "above", "divergence", "fetched", **OWN), "budget"),
     "real others": (
-        against_others("budgets-{text}-4096", "others-{text}-4096"),
+        [
+            *against_others("budgets-{text}-4096", "others-{text}-4096"),
+            *((title, {**s, "result": "real-model/baselines-{text}-4096"}) for title, s in OTHERS),
+        ],
         [
             (f"{title}, {100 * size:.0f} %", {"budget": size, "text": text, "show": "divergence"})
             for text, title in TEXTS.items()
