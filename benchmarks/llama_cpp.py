@@ -13,6 +13,7 @@ import concurrent.futures
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 # Name of a system -> type of its cache, and of its weights unless these are the file's.
 CACHES = {"llama.cpp": "F16", "llama.cpp-f16": "F16", "llama.cpp-f32": "F32"}
+GGUF_COPIES = Path(tempfile.gettempdir())  # copies of files with other weights, made once
 
 
 class LlamaCpp:

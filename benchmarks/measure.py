@@ -13,10 +13,8 @@ import functools
 import gc
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -35,7 +33,6 @@ from infinigen_jax.programs.compilations import compilations
 
 EXACT = ("transformers", "transformers-static", "full-device", "full-streamed")  # equal tokens
 STEP_SECONDS = 10.0  # limit of a system's single steps
-GGUF_COPIES = Path(tempfile.gettempdir())  # copies of a GGUF file with other weights
 
 
 def measure_context(bench: Bench, context: int) -> Iterator[dict[str, Any]]:
@@ -139,7 +136,7 @@ def _start(bench: Bench, context: int, name: str, tokens: list[list[int]]) -> Sy
         engine = Engine(model, **settings(name, options, model, context))
         return Ours(engine.start(tokens, max_new_tokens=room))
     if name in LLAMA_CPP:
-        from benchmarks.llama_cpp import LlamaCpp
+        from benchmarks.llama_cpp import GGUF_COPIES, LlamaCpp
 
         return LlamaCpp(options.gguf, name, tokens, room, GGUF_COPIES)
     from benchmarks.torch_systems import Transformers

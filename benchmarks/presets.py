@@ -76,34 +76,24 @@ def build_parser() -> argparse.ArgumentParser:
         + "\n  infinigen:KEY=VALUE,...  infinigen with other settings of the policy",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
+    add, count = parser.add_argument, whole_number(1)
     add("--preset", choices=PRESETS, help="named settings; further options override them")
     add("--shape", choices=shapes.SHAPES, default="llama", help="shape of the random model")
     add("--model", metavar="M", help="a real model in place of a random one; needs --text")
     add("--gguf", type=Path, metavar="FILE", help="file of the same model, for llama.cpp")
     add("--text", type=Path, metavar="FILE", help="text of the prompts of a real model")
-    add("--contexts", type=whole_number(1), nargs="+", default=[1024, 4096, 16384], metavar="N")
-    add("--batch", type=whole_number(1), default=1, help="sequences (default 1)")
+    add("--contexts", type=count, nargs="+", default=[1024, 4096, 16384], metavar="N")
+    add("--batch", type=count, default=1, help="sequences (default 1)")
     add("--dtype", choices=DTYPES, default="float32")
     add("--weight-dtype", choices=WEIGHT_DTYPES, help="small weights of --model, ours alone")
     add("--systems", nargs="+", type=system, default=list(SYSTEMS), metavar="NAME")
-    add("--tokens", type=whole_number(1), default=32, help="tokens timed per round (default 32)")
-    add("--rounds", type=whole_number(1), default=5, help="timed rounds (default 5)")
+    add("--tokens", type=count, default=32, help="tokens timed per round (default 32)")
+    add("--rounds", type=count, default=5, help="timed rounds (default 5)")
     add("--warmup", type=int, default=3, help="untimed rounds before the timed ones (default 3)")
-    add(
-        "--steps",
-        type=whole_number(1),
-        default=80,
-        help="single steps timed after the rounds (default 80)",
-    )
+    add("--steps", type=count, default=80, help="single steps timed after the rounds (default 80)")
     add("--trace-steps", type=int, default=4, help="steps traced by the profiler; 0: no breakdown")
     add("--budget", type=float, help="maximum share of rows fetched (default: the policy's)")
-    add(
-        "--budget-rows",
-        type=whole_number(1),
-        default=256,
-        help="rows of infinigen-fixed (default 256)",
-    )
+    add("--budget-rows", type=count, default=256, help="rows of infinigen-fixed (default 256)")
     add("--alpha", type=float, help="alpha of infinigen (default: the policy's)")
     add("--device-memory", type=float, metavar="GB", help="refuse systems that need more, in 1e9")
     add("--cap-seconds", type=float, default=math.inf, help="time after which nothing starts")

@@ -168,9 +168,9 @@ class LlamaServed(System):
     """llama.cpp's server in this process."""
 
     def __init__(self, gguf: Path, name: str, context: int, rows: int):
-        from benchmarks.llama_cpp import start_server
+        from benchmarks.llama_cpp import GGUF_COPIES, start_server
 
-        self._server = start_server(gguf, name, rows, context, gguf.parent)
+        self._server = start_server(gguf, name, rows, context, GGUF_COPIES)
         self.port = int(self._server.listening_address.rsplit(":")[-1])
 
     def facts(self) -> dict[str, Any]:

@@ -138,17 +138,18 @@ def keep_rows(
     if pool is not None:
         pool = pool[:, :, : rows.shape[2]]
         rows = jnp.take_along_axis(rows, jnp.maximum(pool, 0)[..., None], axis=2)
-        if local.left is not None:
-            # Resident rows enter the sum later, in their original form.
-            left = sums_of_values(rows, held(pool, span.end - 1, decoder.policy.window) >= 0)
-            left += storage_error(stored, scales, stored.encode(scales, rows), rows, pool >= 0)
-            local = local._replace(left=left)
         span = Span.whole(rows.shape[0], rows.shape[2])
+    encoded = stored.encode(scales, rows)
+    if pool is not None and local.left is not None:
+        # Resident rows enter the sum later, in their original form.
+        left = sums_of_values(rows, held(pool, chunk.end - 1, decoder.policy.window) >= 0)
+        left += storage_error(stored, scales, encoded, rows, pool >= 0)
+        local = local._replace(left=left)
     if not streams:
         keys = rows[..., : decoder.config.head_dim]
         state = decoder.policy.append(policy_weights, state, keys, span)
     if observations is not None:
         queries, received = observations
         state = decoder.policy.observe_queries(state, queries, received, chunk)
-    host = write_span(host, number, stored.encode(scales, rows), span, decoder.mesh)
+    host = write_span(host, number, encoded, span, decoder.mesh)
     return local, state, scales, host
