@@ -1,4 +1,4 @@
-"""Random damage to files and to JSON values, and random templates.
+"""Random damage to files and to JSON values.
 
 `rounds` has a limited time: FUZZ_SECONDS for each test; FUZZ_SEED is another sequence of cases.
 """
@@ -114,32 +114,3 @@ def rounds(
             break
     with capfd.disabled():
         print(f"\n{what}: {cases} cases, FUZZ_SEED={seed}")
-
-
-PARTS = [
-    *("text", "{{ x }}", "{{ bos_token }}", "{{ m.content }}", "{{ 'a' * 10**9 }}"),
-    *("{{ '%999999999d' % 1 }}", "{{ x | center(10**8) }}", "{{ x | batch(10**9) | list }}"),
-    *("{{ f() }}", "{{ lipsum(n=10**6) }}", "{{ loop(messages) }}", "{% set ns.x = ns.x ~ ns.x %}"),
-    *("{{ messages | tojson(indent=10**7) }}", "{{ range(10**5) | list }}", "{{ '\ud800' }}"),
-    *("{{ x | replace('', 'b' * 10**6) }}", "{{ (x * 10**6) | wordwrap(1) }}", "{{ x.__class__ }}"),
-    *("{{ raise_exception(x) }}", "{% break %}", "{% include x %}", "{{ [1] * 10**8 }}"),
-    *("{{ 9**9**9 }}", "{% endif %}"),
-]
-AROUND = [
-    ("{% for m in messages %}", "{% endfor %}"),
-    ("{% for m in messages recursive %}", "{% endfor %}"),
-    ("{% for i in range(99999) %}", "{% endfor %}"),
-    ("{% macro f() %}", "{% endmacro %}{{ f() }}"),
-    ("{% set ns = namespace(x='ab') %}", "{{ ns.x }}"),
-    ("{% set x %}", "{% endset %}{{ x }}"),
-    ("{% filter upper | urlize %}", "{% endfilter %}"),
-    ("{% if x is undefined %}", "{% else %}b{% endif %}"),
-]
-
-
-def hostile_template(draw: random.Random) -> str:
-    """Return a template of random parts and their surroundings."""
-    template = "".join(draw.choices(PARTS, k=draw.randint(1, 3)))
-    for before, after in draw.choices(AROUND, k=draw.randint(0, 3)):
-        template = before + template + after
-    return template
