@@ -1,7 +1,7 @@
 """Cache of conversions in the user's cache folder.
 
     KEY/          a conversion; KEY is a hash of the contents of its source files
-    KEY.lock      held by the process that makes, opens or removes KEY
+    KEY.lock      held by the process that makes or removes KEY
     hashes.json   hashes of large files, by device, inode, size and times
 
 A content key survives a touched or added README, a copy, and a moved folder. Hashing takes a second
@@ -24,15 +24,16 @@ from infinigen_jax.checkpoint.manifest import (
     MANIFEST_FILE,
     file_sha256,
 )
-from infinigen_jax.checkpoint.source import content_files
+from infinigen_jax.checkpoint.source import content_files, is_gguf
 from infinigen_jax.errors import InputError
 from infinigen_jax.files.atomic import locked, remove_partial, write_if_possible
 from infinigen_jax.files.regular import read_json
 from infinigen_jax.files.user_cache import cache_root
+from infinigen_jax.text import gguf_tokenizer
 
-# Increases when conversions measure more, which invalidates cached conversions. Folders that the
-# user converted stay valid.
-REVISION = 4
+# Increases when conversions measure otherwise, which invalidates cached conversions. Folders that
+# the user converted stay valid.
+REVISION = 5
 LIMIT = 64 << 30  # bytes of conversions
 HASHES = "hashes.json"
 LARGE = 16 << 20  # bytes of the smallest file whose hash is remembered
@@ -55,6 +56,8 @@ def cache_folder(source: Path) -> Path:
     with _writable():
         root = cache_root()
     settings = {"format": FORMAT_VERSION, "revision": REVISION, "skew": DEFAULT_SKEW}
+    if is_gguf(source):  # a conversion holds the tokenizer that this module makes
+        settings["tokenizer"] = file_sha256(Path(gguf_tokenizer.__file__))
     contents = _hashes(content_files(source), root / HASHES)
     key = hashlib.sha256(json.dumps([contents, settings], sort_keys=True).encode())
     return root / key.hexdigest()[:32]

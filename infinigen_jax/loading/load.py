@@ -9,6 +9,7 @@ import functools
 import itertools
 import logging
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -38,6 +39,7 @@ from infinigen_jax.loading.room import check_room, readers
 from infinigen_jax.machine.backend import start_backend
 from infinigen_jax.machine.memory_limits import return_freed_memory
 from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
+from infinigen_jax.models.packed import join
 from infinigen_jax.models.small_weights import shrink
 from infinigen_jax.numeric import OneOf, check_value, listed
 from infinigen_jax.settings.engine import WEIGHT_DTYPES, EngineOptions
@@ -264,20 +266,28 @@ class Form(NamedTuple):
         return blueprint(config, self.dtype, self.weight_dtype, self.wide)
 
     def layer(self, params: Params) -> Params:
-        """Return a layer's parameters in this form, in their place."""
-        return placed(self.matrices(params), self.weights)
+        """Return a layer's parameters in this form, in their place, joined as engines want them."""
+        made = self.matrices(params)
+        joins = self.weights == "device" and jax.default_backend() == "cpu"
+        return placed(join(made) if joins else made, self.weights)
 
     def matrices(self, params: Params) -> Params:
         """Return the parameters of a layer or an embedding with matrices in this form."""
         return params if self.weight_dtype is None else shrink(params, self.weight_dtype, self.wide)
 
 
-def _load_converted(folder: Path, form: Form, verify: bool, source: Path | None = None) -> Model:
-    """Load a conversion; its weights are those of `source`, if given."""
+def _load_converted(
+    folder: Path,
+    form: Form,
+    verify: bool,
+    source: Path | None = None,
+    config: ModelConfig | None = None,
+) -> Model:
+    """Load a conversion; its weights are those of `source`, with this configuration, if given."""
     manifest = read_manifest(folder)
     if verify:
         verify_files(folder, manifest)
-    _, config = read_config(folder)
+    config = config or read_config(folder)[1]
     skewing = read_skew(folder, manifest, config)
     dtype, architecture = form.dtype, blueprint(config, form.dtype)
     form = form.of_source(source or folder, config)
@@ -339,26 +349,34 @@ def _load_through_cache(
     _, config = read_config(source)  # refuse a foreign model before announcing anything
     destination = cache_folder(source)
 
-    def load_cached() -> Model:
-        model = _load_converted(destination, form, verify, source)
+    def cached(report: Callable[[str], None]) -> Model | None:
+        """Load the conversion; return None if there is none, or report that it is unusable."""
+        if not destination.exists():
+            return None
+        try:
+            model = _load_converted(destination, form, verify, source, config)
+        except MemoryShortageError:  # converting again would not help
+            raise
+        except InputError as error:
+            report(f"the cached conversion is unusable; converting again ({error})")
+            return None
         with contextlib.suppress(OSError):  # another user's
             os.utime(destination)  # the time of its last use
         return model
 
+    if model := cached(logger.debug):  # needs no lock, which a read-only cache refuses
+        return model
     with cache_lock(destination):
+        if model := cached(notify):
+            return model
         if destination.exists():
-            try:
-                return load_cached()
-            except MemoryShortageError:  # converting again would not help
-                raise
-            except InputError as error:
-                notify(f"the cached conversion is unusable; converting again ({error})")
+            shutil.rmtree(destination, ignore_errors=True)
         else:
             # Refuse a model that does not fit before the conversion.
             check_room(source, form.of_source(source, config).blueprint(config), form.weights)
             notify(f"{source} is not converted yet: converting it into {destination}")
         with progress_bar() as progress:
-            convert(source, destination, force=True, sidecar=True, progress=progress)
-        model = load_cached()
+            convert(source, destination, sidecar=True, progress=progress)
+        model = _load_converted(destination, form, verify, source, config)
         prune(destination.parent)
         return model

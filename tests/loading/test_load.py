@@ -18,6 +18,8 @@ from infinigen_jax.files.user_cache import keep_programs
 from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.loading import room
 from infinigen_jax.loading.conversion_cache import HASHES, cache_folder, cache_lock, prune
+from infinigen_jax.models.packed import split
+from infinigen_jax.text import gguf_tokenizer
 from infinigen_jax.transfer.host_weights import STAYS
 
 
@@ -82,13 +84,16 @@ def test_loading_onto_the_host(name):
     there, here = (
         checkpoint.load(checkpoint.embedded(name), weights=place) for place in ("host", "device")
     )
-    for layer, other in zip(there.params["layers"], here.params["layers"], strict=True):
+    width = here.config.query_width
+    layers = [split(layer, width) for layer in here.params["layers"]]
+    for layer, other in zip(there.params["layers"], layers, strict=True):
         for part, parameters in layer.items():
             for x in jax.tree.leaves(parameters):
                 moved = part not in STAYS and x.ndim == 2
                 assert x.sharding.memory_kind == ("pinned_host" if moved else "device"), part
         assert {x.sharding.memory_kind for x in jax.tree.leaves(other)} == {"device"}
-    jax.tree.map(np.testing.assert_array_equal, there.params, here.params)
+    expected = here.params | {"layers": layers}
+    jax.tree.map(np.testing.assert_array_equal, there.params, expected)
 
 
 # Damage in a converted folder.
@@ -205,7 +210,13 @@ def test_unconverted_folders_go_through_the_cache(
     (model.path / "infinigen_ahead.safetensors").write_bytes(b"damaged")
     again = checkpoint.load(made.folder, notify=said.append)
     assert again.path == model.path and "again" in said[1]
-    assert str(tmp_path / "cache") in str(model.path) and len(said) == 2
+    (model.path / "infinigen.json").unlink()
+    again = checkpoint.load(made.folder, notify=said.append)
+    assert again.path == model.path and "again" in said[2]
+    assert str(tmp_path / "cache") in str(model.path) and len(said) == 3
+    with monkeypatch.context() as patch:  # a cache that cannot be written has no lock
+        patch.setattr(checkpoint, "cache_lock", lambda folder: pytest.fail("took the lock"))
+        assert checkpoint.load(made.folder).path == model.path
     assert only(tmp_path / "cache" / "infinigen_jax") == [model.path.name]  # no lock remains
 
 
@@ -236,6 +247,10 @@ def test_the_cache_goes_by_content(tiny, tmp_path, monkeypatch):
         os.utime(copy / name, (10**9, 10**9))
         assert cache_folder(copy) != key
         key = cache_folder(copy)
+    (file := tmp_path / "model.gguf").write_text("x")
+    key = cache_folder(file)
+    monkeypatch.setattr(gguf_tokenizer, "__file__", str(file))  # another version of it
+    assert cache_folder(file) != key
 
 
 def test_hashes_of_large_files_are_remembered(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 from runtime import SPARSE, engine, random_model
 
 from infinigen_jax.engine.engine import Engine
+from infinigen_jax.loading.load import load
 from infinigen_jax.models import blueprint
 from infinigen_jax.models.packed import join, split
 from infinigen_jax.transfer import XlaTransfer
@@ -62,6 +63,15 @@ def test_only_where_rows_are_read_in_place(monkeypatch):
     monkeypatch.setattr("infinigen_jax.engine.runtime.make_transfer", lambda name: XlaTransfer())
     moved = Engine(here.model, policy=SPARSE, dense_layers=1)
     assert all("qkv" not in layer for layer in moved.weights.params["layers"])
+
+
+def test_a_model_is_loaded_joined_so_that_an_engine_copies_nothing():
+    model = load("tiny-llama")
+    params = Engine(model, policy=SPARSE).weights.params
+    for mine, given in zip(params["layers"], model.params["layers"], strict=True):
+        place = given["qkv"]["weight"].unsafe_buffer_pointer()
+        assert mine["qkv"]["weight"].unsafe_buffer_pointer() == place
+    assert all("qkv" not in layer for layer in load("tiny-llama", weights="host").params["layers"])
 
 
 def test_no_second_copy_is_kept():
