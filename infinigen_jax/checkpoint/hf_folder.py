@@ -168,7 +168,15 @@ def open_shards(index: Path) -> dict[str, TensorSource]:
 
 
 def _shards(index: Path) -> list[Path]:
-    return [index.parent / shard for shard in sorted(set(_weight_map(index).values()))]
+    names = shard_names(index)
+    if missing := [name for name in names if not (index.parent / name).exists()]:
+        raise InputError(f"{index}: names missing files: {', '.join(missing)}; get them again")
+    return [index.parent / name for name in names]
+
+
+def shard_names(index: Path) -> list[str]:
+    """Return the names of the files that an index names, which may be missing."""
+    return sorted(set(_weight_map(index).values()))
 
 
 def open_file(path: Path) -> dict[str, TensorSource]:
@@ -205,7 +213,4 @@ def _weight_map(index: Path) -> dict[str, str]:
             raise InputError(f"{index}: {shard!r} is not a file name in this folder")
         if not shard.endswith(f".{kind}"):
             raise InputError(f"{index}: {shard!r} is not a .{kind} file")
-    missing = sorted({s for s in weight_map.values() if not (index.parent / s).exists()})
-    if missing:
-        raise InputError(f"{index}: names missing files: {', '.join(missing)}; get them again")
     return weight_map

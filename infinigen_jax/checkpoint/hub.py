@@ -6,7 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from infinigen_jax.checkpoint.hf_folder import SAFETENSORS, SIDE_FILES, TORCH, read_config
+from infinigen_jax.checkpoint.hf_folder import (
+    SAFETENSORS,
+    SIDE_FILES,
+    TORCH,
+    read_config,
+    shard_names,
+)
 from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.files.regular import expanded
 
@@ -15,10 +21,6 @@ HUB_ID = re.compile(rf"({NAME}/{NAME})(/{NAME}\.gguf)?")
 NO_MODEL = re.compile(r"-\d{5}-of-\d{5}\.gguf$|/mmproj")
 # Files at the top of a repository. Others repeat the weights (`onnx/`, `consolidated.safetensors`).
 SETTINGS = ("config.json", *SIDE_FILES)
-WEIGHTS = (
-    (SAFETENSORS, f"{SAFETENSORS}.index.json", "model-*.safetensors"),
-    (TORCH, f"{TORCH}.index.json", "pytorch_model-*.bin"),
-)
 SILENT = 1.0  # seconds before a progress bar appears, so that cached files cause none
 LOG_IN = "set HF_TOKEN or run `hf auth login`"
 
@@ -47,10 +49,13 @@ def fetched(name: str | Path, revision: str | None = None, weights: bool = True)
         return folder
     if (folder / "config.json").exists():
         read_config(folder)  # refuse an unsupported model before its weights are downloaded
-    for patterns in WEIGHTS:
-        folder = _snapshot(model, revision, *SETTINGS, *patterns)
-        if any(folder.glob(f"{patterns[0]}*")):
+    for single in (SAFETENSORS, TORCH):
+        index = f"{single}.index.json"
+        folder = _snapshot(model, revision, *SETTINGS, single, index)
+        if (folder / single).exists():
             return folder
+        if (folder / index).exists():
+            return _snapshot(model, revision, *SETTINGS, index, *shard_names(folder / index))
     files = _gguf_files(model, revision)
     remedy = f"name a file, such as {' or '.join(files[:3])}" if files else "choose another"
     raise InputError(f"{name}: has no {SAFETENSORS} or {TORCH} on the hub; {remedy}")
@@ -83,14 +88,18 @@ def _snapshot(name: str, revision: str | None, *patterns: str) -> Path:
 def _explained(name: str, revision: str | None) -> Iterator[None]:
     from huggingface_hub import errors
 
+    incomplete = (
+        "no such folder here, not complete in the hub's cache, and the hub cannot be reached (or "
+        "HF_HUB_OFFLINE is set)"
+    )
     reasons = {
         errors.GatedRepoError: f"access is restricted; accept its terms on the hub, then {LOG_IN}",
         errors.RepositoryNotFoundError: "no such folder here, and no such model on the hub; for a "
         f"private model {LOG_IN}",
         errors.RevisionNotFoundError: f"has no revision {revision!r} on the hub",
         errors.RemoteEntryNotFoundError: "no such file on the hub",
-        errors.LocalEntryNotFoundError: "no such folder here, not complete in the hub's cache, and "
-        "the hub cannot be reached (or HF_HUB_OFFLINE is set)",
+        errors.LocalEntryNotFoundError: incomplete,
+        errors.OfflineModeIsEnabled: incomplete,
     }
     try:
         yield

@@ -18,18 +18,20 @@ from infinigen_jax.errors import InputError
 
 COMMITS = {"main": "a" * 40, "old": "b" * 40}
 CONFIG = json.dumps(LLAMA).encode()
+SHARDS = ("model-00001-of-00002.safetensors", "model.safetensors-00002-of-00002.safetensors")
 NEEDED = {
     "config.json": CONFIG,
     "generation_config.json": b"{}",
     "tokenizer.json": b"{}",
     "chat_template.jinja": b"x",
-    "model-00001-of-00002.safetensors": b"1" * 999,
-    "model-00002-of-00002.safetensors": b"2",
-    "model.safetensors.index.json": b"{}",
+    SHARDS[0]: b"1" * 999,
+    SHARDS[1]: b"2",
+    "model.safetensors.index.json": json.dumps({"weight_map": dict(enumerate(SHARDS))}).encode(),
 }
 OTHERS = {
     "README.md": b"x",
     "consolidated.safetensors": b"x",
+    "model-of-another.safetensors": b"x",
     "onnx/model.safetensors": b"x",
     "pytorch_model.bin": b"x",
     "modeling_own.py": b"x",
@@ -43,6 +45,7 @@ REPOSITORIES = {
     },
     "org/adapter": {"config.json": CONFIG, "adapter_model.safetensors": b"x"},
     "org/experts": {"config.json": b'{"model_type": "mixtral"}', "model.safetensors": b"x"},
+    "org/partial": {"config.json": CONFIG, "model.safetensors": b"x"},
     "org/private": {"config.json": CONFIG, "model.safetensors": b"x"},
 }
 
@@ -142,7 +145,13 @@ def names(folder: str) -> set[str]:
 
 
 FETCHED = ["org/torch@@x", "org/sharded@@", "org/sharded@old@", f"org/sharded@{COMMITS['main']}@"]
-FETCHED += ["org/torch@@", "org/quantised/b.gguf@@", "org/experts@@", "org/experts@@x"]
+FETCHED += [
+    "org/torch@@",
+    "org/quantised/b.gguf@@",
+    "org/experts@@",
+    "org/experts@@x",
+    "org/partial@@x",
+]
 REFUSED = {
     "org/absent@@": "no such folder here, and no such model on the hub",
     "org/private@@": "access is restricted; accept its terms on the hub, then set HF_TOKEN",
@@ -161,16 +170,19 @@ def answers(ask) -> list[str]:
 
 
 def test_only_needed_files_are_fetched(ask, answers):
-    settings, sharded, old, pinned, torch, file, refused, experts = answers[: len(FETCHED)]
+    settings, sharded, old, pinned, torch, file, refused, experts, _ = answers[: len(FETCHED)]
     assert Path(settings).name == COMMITS["main"] and settings == torch
     assert names(sharded) == names(old) == set(NEEDED) and sharded == pinned != old
-    assert (Path(sharded) / "model-00001-of-00002.safetensors").read_bytes() == b"1" * 999
+    assert (Path(sharded) / SHARDS[0]).read_bytes() == b"1" * 999
     assert names(torch) == set(REPOSITORIES["org/torch"])
     assert file.endswith("b.gguf") and Path(file).read_bytes() == b"b"
     assert names(str(Path(file).parent)) == {"b.gguf"}
     assert "a mixture of experts" in refused and names(experts) == {"config.json"}
-    offline = ask("org/sharded@@", "org/torch@@", "org/private@@", HF_HUB_OFFLINE="1")
-    assert offline[:2] == [sharded, torch] and "HF_HUB_OFFLINE is set" in offline[2]
+    cached = ["org/sharded@@", "org/torch@@", "org/partial@@x"]
+    missing = ["org/partial@@", "org/private@@"]
+    offline = ask(*cached, *missing, HF_HUB_OFFLINE="1")
+    assert offline[:2] == [sharded, torch] and names(offline[2]) == {"config.json"}
+    assert all("HF_HUB_OFFLINE is set" in line for line in offline[3:])
 
 
 def test_refusals_in_one_line(ask, answers):
