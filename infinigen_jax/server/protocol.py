@@ -47,7 +47,8 @@ class Strict(BaseModel):
         given = {name: value for name, value in given.items() if value is not None}
         unknown = next((name for name in given if name not in known), None)
         if unknown is not None:
-            raise PydanticCustomError("unsupported", UNSUPPORTED, {"name": unknown[:MOST_NAME]})
+            name = unknown[:MOST_NAME].encode(errors="replace").decode()  # a lone surrogate
+            raise PydanticCustomError("unsupported", UNSUPPORTED, {"name": name})
         return given
 
 

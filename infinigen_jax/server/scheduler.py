@@ -17,6 +17,7 @@ import numpy as np
 
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.live_batch import Reading, chunk_lengths
+from infinigen_jax.engine.shared_prefix import may_share
 from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.server.answer import Answer, Piece
 from infinigen_jax.server.batch import NewToken, served_batch
@@ -193,7 +194,8 @@ class Scheduler:
         """Begin to read a prompt after the tokens that the prefix cache has."""
         tokens, node = np.asarray(job.tokens, np.int32), None
         cache = self._batch.empty_cache()
-        if self._prefixes is not None:
+        shares = may_share(self.engine.model.config, len(tokens))
+        if self._prefixes is not None and shares:
             node = self._prefixes.find(tokens)
             cache, job.cached_tokens = self._prefixes.restore(node, cache), node.end
         runtime, done = self.engine.runtime, job.cached_tokens

@@ -101,6 +101,25 @@ def test_cached_prefix(server: Served):
     assert again.usage.prompt_tokens_details.cached_tokens in range(cached, whole + 1)
 
 
+@pytest.mark.slow
+def test_nothing_is_cached_where_keys_depend_on_the_prompt_s_length():
+    """The base of dynamic frequencies grows with the whole prompt, beyond the original context."""
+    model = small_engine().model
+    assert model.config.rope is not None
+    rope = dataclasses.replace(model.config.rope, kind="dynamic", factor=4.0)
+    rope = dataclasses.replace(rope, original_positions=128)
+    model = dataclasses.replace(model, config=dataclasses.replace(model.config, rope=rope))
+    tokens = model.tokenizer.encode(2 * LONG)
+    cached, texts = [], []
+    with serving(engine=engine_of(model, SPARSE)) as server:
+        for end in (80, 100, 140):
+            answer = server.complete(tokens[:end], max_tokens=8)
+            cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+            texts.append(answer.choices[0].text)
+        assert cached[0] == cached[2] == 0 < cached[1]
+        assert texts[2:] == server.expected([tokens[:140]], max_new_tokens=8).texts
+
+
 def load(served: Served, number: int) -> None:
     """Send requests of mixed lengths, sixteen at a time; some are malformed or left by clients."""
     words = LONG.split()

@@ -56,6 +56,7 @@ WRONG_FIELDS: list[dict[str, Any]] = [
     *({"prompt": wrong} for wrong in ("\ud800", [99999], [-1], [], ["a"] * 65, "a" * 10**6)),
     *({name: float("nan")} for name in ("temperature", "budget")),
     {"top_k": 10**400},
+    {"\ud800": 1},
 ]
 MALFORMED = [b"{", b"[]", b'{"prompt": 1e999, "model": "small"}', b"[" * 100_000]
 
