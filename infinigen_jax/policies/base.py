@@ -261,6 +261,7 @@ class Budgeted(BudgetSettings, Policy):
         masked: bool = False,
     ) -> Request:
         """Select rows as `choose` does, without a lookup; see `selection.select`."""
+        scores = scores.astype(jnp.float32)  # as the kernel reads them
         capacity = scores.shape[3]
         most = self.most_rows(positions, capacity, held, share)
         by_position = held is None  # required by the kernel

@@ -132,18 +132,17 @@ def select(
             numbers over all heads and sequences, rounded down (the paper's released code; it
             couples the sequences of a batch).
     """
-    active = None
     if eligible is not None:
         eligible = eligible if eligible.ndim == 3 else eligible[:, None]
-        active = jnp.any(eligible, axis=(1, 2))
         scores = jnp.where(eligible[:, :, None], scores, -jnp.inf)
     passing = group_margin(scores) > -alpha
     between = _bounds(scores, alpha) if mode == "head" else None
     count, rank = _entries(passing), group_rank(scores)
     if mode == "mean":  # a head may get more than its own count; fill up by rank
-        sequences = count.shape[0] if active is None else jnp.maximum(jnp.sum(active), 1)
-        mean = jnp.sum(count) // (sequences * count.shape[1])
-        count = jnp.minimum(mean, _entries(rank > -jnp.inf))
+        candidates = _entries(rank > -jnp.inf)
+        sequences = jnp.sum(jnp.any(candidates > 0, axis=1))  # idle ones have no candidates
+        mean = jnp.sum(count) // jnp.maximum(1, sequences * count.shape[1])
+        count = jnp.minimum(mean, candidates)
     count = jnp.minimum(count, cap[:, None])
     slots, chosen, marks = top_choice(
         rank, count, size, passing if mode == "head" else None, between

@@ -188,18 +188,18 @@ def test_settings_out_of_range_are_named(name, value):
 
 @pytest.mark.parametrize(("mode", "each_head"), [("head", True), ("mean", False)])
 def test_masked_scores_are_selected_from_alike(mode, each_head):
-    """The marks also equal the list."""
+    """Also in a batch with an idle sequence. The marks equal the list."""
     rng = np.random.default_rng(5)
-    scores = jnp.asarray(rng.normal(size=(2, 3, 2, 200)) * 3, jnp.float32)
-    eligible = jnp.asarray(rng.random((2, 3 if each_head else 1, 200)) < 0.7)
-    cap = jnp.array([9, 40], jnp.int32)
+    scores = jnp.asarray(rng.normal(size=(3, 3, 2, 200)) * 3, jnp.float32)
+    eligible = jnp.asarray(rng.random((3, 3 if each_head else 1, 200)) < 0.7).at[2].set(False)
+    cap = jnp.array([9, 40, 40], jnp.int32)
     given_mask = compiled_select(scores, eligible, alpha=4.0, cap=cap, size=40, mode=mode)
     masked = jnp.where(eligible[:, :, None], scores, -jnp.inf)
     request = compiled_select(masked, None, alpha=4.0, cap=cap, size=40, mode=mode)
     jax.tree.map(np.testing.assert_array_equal, request, given_mask)
     assert request.chosen is not None and request.marks is not None
     np.testing.assert_array_equal(unpack_marks(request.marks, 200), request.chosen)
-    for place in np.ndindex(2, 3):
+    for place in np.ndindex(3, 3):
         listed = np.sort(np.asarray(request.slots[place])[: int(request.count[place])])
         np.testing.assert_array_equal(listed, np.flatnonzero(request.chosen[place]))
 
