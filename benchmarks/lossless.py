@@ -14,6 +14,7 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +93,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "contexts": [],
     }
     for context in options.contexts:
-        result["contexts"].append(_measure_context(model, context, options, end))
-        write_json(path, result)
+        done = result["contexts"]
+        for entry in _measure_context(model, context, options, end):
+            result["contexts"] = [*done, entry]
+            write_json(path, result)
     note(f"written to {path}")
     return result
 
 
 def _measure_context(
     model: Model, context: int, options: argparse.Namespace, end: float
-) -> dict[str, Any]:
+) -> Iterator[dict[str, Any]]:
+    """Yield the result of one prompt length after every round."""
     systems: dict[str, System] = {}
     prompt = shapes.prompt(model.config, context)
     if options.text:
@@ -113,7 +117,7 @@ def _measure_context(
             break
         for name in turns(options.systems, number):
             systems[name].turn(options.tokens)
-    return {"context": context, "systems": _entries(systems)}
+        yield {"context": context, "systems": _entries(systems)}
 
 
 def _entries(systems: dict[str, System]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import jax
 
 from benchmarks.files import RESULTS
 from infinigen_jax.evaluation.report import version_of
+from infinigen_jax.machine.backend import FRACTIONS
 from infinigen_jax.machine.memory_limits import PINNED_POOL_VARIABLE, available_host_bytes
 from infinigen_jax.planner import bandwidths
 
@@ -55,7 +56,8 @@ def gpu_environment(shares: bool) -> dict[str, str]:
     if not has_gpu():
         return {}
     pool = max(1, int(0.85 * available_host_bytes()) >> 30)
-    most = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
+    given = any(name in os.environ for name in FRACTIONS)
+    most = {} if given else {FRACTIONS[0]: "0.92"}
     variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if shares else most
     variables[PINNED_POOL_VARIABLE] = str(pool)
     return {name: value for name, value in variables.items() if name not in os.environ}

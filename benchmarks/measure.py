@@ -8,6 +8,7 @@ machine affects all alike. The timing has these parts, in this order:
     trace      a few consecutive tokens under the profiler: breakdown of the time
 """
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -48,10 +49,10 @@ def measure_context(bench: Bench, context: int) -> Iterator[dict[str, Any]]:
             result["systems"] |= dict.fromkeys(names, absent_entry("skipped", "no time was left"))
             continue
         result["waves"].append(names)
-        entries = _measure_wave(bench, context, names, tokens, reference)
-        result["systems"] |= entries
+        for entries in _measure_wave(bench, context, names, tokens, reference):
+            result["systems"] |= entries
+            yield result
         _let_go()
-        yield result
     done = result["systems"]
     result["systems"] = {name: done[name] for name in options.systems if name in done}
     yield result
@@ -68,46 +69,65 @@ def prompts(bench: Bench, context: int) -> list[list[int]]:
 
 def _measure_wave(
     bench: Bench, context: int, names: list[str], tokens: list[list[int]], reference: list[int]
-) -> dict[str, Any]:
+) -> Iterator[dict[str, Any]]:
+    """Yield the systems' entries after the rounds, and again with all that follows them."""
     options = bench.options
     systems: dict[str, System] = {}
     entries: dict[str, Any] = {}
-    for name in names:
-        note(f"{context} tokens: {name} starts")
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+
+    @contextlib.contextmanager
+    def reported(name: str) -> Iterator[None]:
+        """Enter a system's failure, mostly out of memory, so that no other measurement is lost."""
         try:
-            systems[name] = _start(bench, context, name, tokens)
-            systems[name].warm_up(options.warmup, options.tokens)
-        # A failure of one system, mostly out of memory, must not lose the others' measurements.
+            yield
         except Exception as error:  # noqa: BLE001
             systems.pop(name, None)
             kind = "refused" if isinstance(error, InputError) else "failed"
-            entries[name] = absent_entry(kind, f"{type(error).__name__}: {error}"[:500])
+            reason = f"{type(error).__name__}: {error}"[:500]
+            if name in entries:  # it has been timed
+                entries[name]["error"] = reason
+            else:
+                entries[name] = absent_entry(kind, reason)
+
+    for name in names:
+        if bench.late:
+            entries[name] = absent_entry("skipped", "no time was left")
+            continue
+        note(f"{context} tokens: {name} starts")
+        with reported(name):
+            systems[name] = _start(bench, context, name, tokens)
+            systems[name].warm_up(options.warmup, options.tokens)
     compiled = compilations()
-    seconds: dict[str, list[float]] = {name: [] for name in systems}
     for index in range(options.rounds):
         if index and bench.late:
             break
         for name in turns(list(systems), index):
-            seconds[name].append(systems[name].round(options.tokens))
+            with reported(name):
+                seconds[name].append(systems[name].round(options.tokens))
     compiled = compilations() - compiled
     for name, system in systems.items():
-        note(f"{context} tokens: {name}, single steps")
-        singles = [] if bench.late else _single_steps(system, options.steps)
-        entries[name] = _speed(bench, seconds[name]) | system.facts() | _steps_entry(singles)
+        entries[name] = _speed(bench, seconds[name]) | system.facts()
         # Weights of other systems, and llama.cpp's cache, may have other sizes.
         if is_ours(name) or not (options.weight_dtype or name in LLAMA_CPP):
             traffic = _traffic(bench, name, system, context)
             entries[name] |= _against_floor(bench, traffic, statistics.median(seconds[name]))
         entries[name]["compilations_after_warmup"] = compiled
-        if isinstance(system, Ours) and options.trace_steps and not bench.late:
-            run = functools.partial(system.steps, options.trace_steps)
-            entries[name]["breakdown"] = trace.breakdown(run, options.trace_steps)
+    yield entries
+    for name, system in list(systems.items()):
+        note(f"{context} tokens: {name}, single steps")
+        with reported(name):
+            singles = [] if bench.late else _single_steps(system, options.steps)
+            entries[name] |= _steps_entry(singles)
+            if isinstance(system, Ours) and options.trace_steps and not bench.late:
+                run = functools.partial(system.steps, options.trace_steps)
+                entries[name]["breakdown"] = trace.breakdown(run, options.trace_steps)
     exact = next((systems[name] for name in EXACT if name in systems), None)
     reference += [] if reference or exact is None else exact.drawn
     for name, system in systems.items() if reference else ():
         if system.drawn:  # llama.cpp's are not known
             entries[name]["first_tokens_equal_to_exact"] = common_length(system.drawn, reference)
-    return entries
+    yield entries
 
 
 def turns(names: list[str], index: int) -> list[str]:

@@ -182,7 +182,7 @@ def measure_one(
 ) -> dict[str, Any]:
     """Measure one row size and transfer: alone, the computation alone, and both.
 
-    Raise AssertionError if the transfer does not return the expected rows.
+    The result is an `error` alone if the transfer does not return the expected rows.
     """
     mesh, layer = default_mesh(), jnp.int32(0)
 
@@ -197,7 +197,8 @@ def measure_one(
     x, weights = work
     rows = np.asarray(alone(host, request))
     if not np.array_equal(rows, expected):
-        raise AssertionError(f"other rows came by {transfer.name}, of {shape.row} bytes")
+        note(f"other rows came by {transfer.name}, of {shape.row} bytes")
+        return {"row_bytes": shape.row, "error": "other rows came"}
     moving = _seconds(lambda: alone(host, request))
     once = _seconds(lambda: _work(x, weights, 1))
     # About one and a half times as long as the transfer, so that it can be hidden.
@@ -251,6 +252,7 @@ def table(result: dict[str, Any]) -> str:
     entries = [
         entry | ({"share_of_copy": entry["bytes_per_second"] / copy} if copy else {})
         for entry in result["measurements"]
+        if "error" not in entry
     ]
     named = f"{copy / 1e9:.1f} GB/s" if copy else "unknown"
     head = f"{result['machine']['device']}; a copy from pinned memory: {named}"

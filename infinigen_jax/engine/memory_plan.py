@@ -13,9 +13,11 @@ from infinigen_jax.machine.memory_limits import (
     Device,
     available_device_bytes,
     available_host_bytes,
+    note_pinned,
     pinned_bytes_in_use,
     pinned_pool_limit_bytes,
     tree_bytes,
+    unused_pinned_bytes,
     widen_pool_to,
 )
 from infinigen_jax.messages import format_bytes
@@ -111,7 +113,7 @@ class Shortage(NamedTuple):
 
 def shortage(plan: MemoryPlan, device: Device, share: float = 1.0) -> Shortage | None:
     """Return the shortage if a plan exceeds a share of the free memory; None if it fits."""
-    host = available_host_bytes()
+    host = available_host_bytes() + unused_pinned_bytes(device)
     needed = plan.host_cache + (plan.device if device.platform == "cpu" else 0)
     if needed > share * host:
         cache = f"(KV cache {format_bytes(plan.host_cache)})"
@@ -133,6 +135,7 @@ def check_memory(plan: MemoryPlan, device: Device, remedies: Remedies) -> None:
     """Raise MemoryShortageError, with the sizes and the remedy, if a plan does not fit."""
     lack = shortage(plan, device)
     if lack is None:
+        note_pinned(device, plan.host_cache)
         return
     if lack.memory == "pinned":
         remedy = widen_pool_to(plan.host_cache + pinned_bytes_in_use(device))

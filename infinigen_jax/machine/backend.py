@@ -9,6 +9,8 @@ from infinigen_jax.machine.memory_limits import PINNED_POOL_VARIABLE, available_
 
 POOL_SHARE = 0.9  # of the free host memory, for pinned arrays
 GPU_SHARE = 0.9  # of a GPU's memory
+# Two names of one variable, the second deprecated; JAX refuses both together.
+FRACTIONS = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 def claim_memory() -> None:
@@ -19,7 +21,8 @@ def claim_memory() -> None:
     """
     pool = max(1, int(POOL_SHARE * available_host_bytes()) >> 30)
     os.environ.setdefault(PINNED_POOL_VARIABLE, str(pool))
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_SHARE))
+    if not any(name in os.environ for name in FRACTIONS):
+        os.environ[FRACTIONS[0]] = str(GPU_SHARE)
 
 
 def start_backend() -> None:

@@ -13,6 +13,7 @@ from infinigen_jax.errors import InputError
 
 PINNED_POOL_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 PINNED_POOL_DEFAULT_GB = 64
+_pinned = 0  # most bytes of pinned arrays so far: JAX never returns them to the system
 
 
 @runtime_checkable
@@ -84,6 +85,18 @@ def pinned_bytes_in_use(device: Device) -> int:
     pinned = (x for x in jax.live_arrays() if x.sharding.memory_kind == "pinned_host")
     shards = (shard for x in pinned for shard in x.addressable_shards)
     return sum(shard.data.nbytes for shard in shards if shard.device == device)
+
+
+def unused_pinned_bytes(device: Device) -> int:
+    """Return the bytes that JAX has pinned for earlier arrays, and keeps for further ones."""
+    return 0 if device.platform == "cpu" else max(0, _pinned - pinned_bytes_in_use(device))
+
+
+def note_pinned(device: Device, further: int) -> None:
+    """Note that `further` bytes will be pinned in addition to those in use."""
+    global _pinned
+    if device.platform != "cpu":
+        _pinned = max(_pinned, pinned_bytes_in_use(device) + further)
 
 
 def tree_bytes(tree: Any) -> int:

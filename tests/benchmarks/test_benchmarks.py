@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from benchmarks import decode, machine, memory, presets, report, shapes
+from benchmarks import decode, machine, memory, presets, report, shapes, trace
 from benchmarks.measure import turns
 from benchmarks.physics import Memory, resident_traffic
-from benchmarks.systems import MARGIN, settings
+from benchmarks.systems import MARGIN, Ours, settings
 from benchmarks.waves import Bench, needs_of, waves_of
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.models import blueprint
@@ -175,6 +175,26 @@ def test_time_cap_leaves_a_result_that_says_so(tmp_path):
     assert decode.main(arguments.split()) == 0
     entry = json.loads(path.read_text())["contexts"][0]["systems"]["infinigen"]
     assert entry["absent"] == "skipped" and "time" in entry["reason"]
+
+
+@pytest.mark.bench
+def test_a_failure_keeps_what_was_measured_before(tmp_path, monkeypatch):
+    """A trace without operations, and a system without memory in its second round."""
+
+    def round_of(system: Ours, tokens: int) -> float:
+        if system.run.decoder.host_layers and system.drawn:
+            raise MemoryError("none left")
+        return timed(system, tokens)
+
+    timed = Ours.round
+    monkeypatch.setattr(Ours, "round", round_of)
+    monkeypatch.setattr(trace, "read", lambda folder: [])
+    path = tmp_path / "failed.json"
+    arguments = f"--preset smoke --contexts 96 --systems full-device infinigen --json {path}"
+    assert decode.main([*arguments.split(), "--trace-steps", "2"]) == 0
+    traced, failed = json.loads(path.read_text())["contexts"][0]["systems"].values()
+    assert traced["tokens_per_second"] > 0 and "no operations" in traced["error"]
+    assert failed == {"absent": "failed", "reason": "MemoryError: none left"}
 
 
 @pytest.mark.bench

@@ -1,6 +1,7 @@
 """Memory limits, read from made-up /proc and /sys trees."""
 
 import dataclasses
+import os
 
 import jax
 import numpy as np
@@ -12,6 +13,8 @@ from infinigen_jax.engine.memory_plan import MemoryPlan, check_memory
 from infinigen_jax.engine.remedies import LENGTHS, Remedies
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading import room
+from infinigen_jax.machine import memory_limits
+from infinigen_jax.machine.backend import FRACTIONS, claim_memory
 from infinigen_jax.machine.memory_limits import (
     PINNED_POOL_VARIABLE,
     available_device_bytes,
@@ -134,6 +137,30 @@ def test_what_does_not_fit_is_refused_with_what_to_lower(monkeypatch):
     )
     message = refusal(hot=6 * GIB, index=4 * GIB)
     assert "`batch`, `hot_set` or `partial_ratio`, or use" in message
+
+
+def test_memory_that_jax_keeps_pinned_is_used_again(monkeypatch):
+    monkeypatch.setattr(memory_limits, "_pinned", 0)
+    monkeypatch.setenv(PINNED_POOL_VARIABLE, "200")
+    remedies = Remedies(engine("gqa", dense_layers=1).decoder)
+    none = MemoryPlan(**{field.name: 0 for field in dataclasses.fields(MemoryPlan)})
+    for free in (100, 40):  # the second generation gets the memory of the first
+        monkeypatch.setattr(planning, "available_host_bytes", lambda free=free: free * GIB)
+        plan = dataclasses.replace(none, host_cache=60 * GIB)
+        check_memory(plan, FakeDevice("gpu"), remedies)
+    with pytest.raises(InputError, match=r"101.0 GiB of host memory .* 100.0 GiB are available"):
+        check_memory(dataclasses.replace(none, host_cache=101 * GIB), FakeDevice("gpu"), remedies)
+
+
+def test_the_share_of_a_gpu_has_one_name(monkeypatch):
+    """JAX refuses both names together, and the user's value takes precedence."""
+    for given, kept in ((), {FRACTIONS[0]: "0.9"}), (FRACTIONS[1:], {FRACTIONS[1]: "0.5"}):
+        for name in FRACTIONS:
+            monkeypatch.delenv(name, raising=False)
+        for name in given:
+            monkeypatch.setenv(name, "0.5")
+        claim_memory()
+        assert {name: os.environ[name] for name in FRACTIONS if name in os.environ} == kept
 
 
 def test_remedies_are_options_that_apply():
