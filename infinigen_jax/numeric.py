@@ -60,7 +60,8 @@ class Range(Check):
         return int(text) if factor is None else int(text[:-1]) * factor
 
     def problem(self, value: Any) -> str:
-        if not isinstance(value, numbers.Integral if self.whole else numbers.Real):
+        kind = numbers.Integral if self.whole else numbers.Real
+        if not isinstance(value, kind) or isinstance(value, bool):
             return f"it must be a {'whole ' * self.whole}number"
         exact: Any = value  # a whole number may be too large for a float
         if self.least <= exact <= self.most or (self.or_zero and exact == 0):

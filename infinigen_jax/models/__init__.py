@@ -3,6 +3,7 @@
 Imports errors, ops. Start reading at base.py.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from infinigen_jax.models.base import (
     family,
     random_params,
 )
+from infinigen_jax.models.hf import refuse_unless
 
 FAMILIES = (
     *("apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone", "exaone4", "gemma"),
@@ -56,4 +58,6 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
             f"config.json: model_type {name!r} is not supported{reason} "
             f"(supported: {', '.join(FAMILIES)})"
         )
-    return family(name).config_from_hf(hf)
+    config = family(name).config_from_hf(hf)
+    refuse_unless(0 <= config.norm_eps < math.inf, f"epsilon {config.norm_eps} of the norms")
+    return config

@@ -77,6 +77,7 @@ REFUSED = {
         "'longrope' for heads of its size",
     ),
     "yarn in phi3": (PHI | {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn' in a phi3"),
+    "norms": (LLAMA | {"rms_norm_eps": float("nan")}, "epsilon nan"),
     "gpt-oss": (LLAMA | {"model_type": "gpt_oss"}, "'gpt_oss' is not supported: a mixture"),
     "experts by name": (LLAMA | {"model_type": "mixtral"}, "'mixtral' is not supported: a mixture"),
     "gemma": (LLAMA | {"model_type": "gemma3n"}, "'gemma3n' is not supported: of Gemma, the text"),
