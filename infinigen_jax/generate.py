@@ -54,7 +54,8 @@ def build_parser() -> Parser:
     add = parser.add_argument_group("model and prompts").add_argument
     add_model_options(add)
     add("--prompt", action="append", metavar="TEXT", help=PROMPT_HELP)
-    add("--prompt-file", metavar="F", help="file whose whole text is one more prompt")
+    file_help = "file whose whole text is one more prompt; repeat for more"
+    add("--prompt-file", action="append", metavar="F", help=file_help)
     add("--prefix", metavar="TEXT", help="text before every prompt; read and stored once")
     add("--prefix-file", metavar="F", help="file whose whole text is the prefix")
     add(

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 PATIENCE = 1.5  # seconds of work before it is announced
 READING = "reading the prompt; a first start compiles"
-COMPILING = "compiling the decode step"
+COMPILING = "preparing the decode step; a first start compiles"
 KEPT = "once; kept for the next start"
 
 Step = TypeVar("Step")

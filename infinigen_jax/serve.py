@@ -18,7 +18,8 @@ from infinigen_jax.cli.options import (
     load_engine,
 )
 from infinigen_jax.errors import InputError, Parser, run_command
-from infinigen_jax.messages import Messages
+from infinigen_jax.files.regular import read_text
+from infinigen_jax.messages import KEPT, Messages
 from infinigen_jax.numeric import number, whole_number
 from infinigen_jax.settings.engine import EngineOptions
 
@@ -40,6 +41,7 @@ def build_parser() -> Parser:
     add = parser.add_argument_group("model").add_argument
     add_model_options(add)
     add("--served-model-name", metavar="NAME", help="name for clients (default: the folder's)")
+    add("--chat-template", metavar="F", help="file with a Jinja template (default: the model's)")
     add = parser.add_argument_group("network").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     add("--port", type=whole_number(0, 65535), default=8000, help="default 8000; 0: any free one")
@@ -100,7 +102,8 @@ def serve(arguments: argparse.Namespace) -> None:
         connections = 2 * (arguments.max_waiting + arguments.batch) + 512
         config = http_config(create_app(scheduler, service), service, connections)
         host, port = listening.getsockname()[:2]
-        say(f"http://{host}:{port}")
+        kept = f" ({KEPT})" if say.kept else ""
+        say(f"http://{host}:{port} answers when it is ready; a first start compiles{kept} ...")
 
         class Server(uvicorn.Server):
             def handle_exit(self, sig: int, frame: Any) -> None:
@@ -131,7 +134,11 @@ def make_scheduler(arguments: argparse.Namespace, say: Messages) -> "Scheduler":
     from infinigen_jax.server.scheduler import Scheduler
 
     start_logging(arguments.quiet)
+    file = arguments.chat_template
+    template = None if file is None else read_text("chat_template", file)
     engine = load_engine(arguments, say)
+    if template is not None:
+        engine.model.tokenizer.chat_template = template
     sizes = arguments.batch, arguments.context, arguments.max_waiting
     prefix_bytes = int(arguments.prefix_cache_gib * 2**30)
     limits = Limits.of(engine, *sizes, prefix_bytes, not arguments.no_page)

@@ -78,8 +78,7 @@ def fitting(most: int, prompts: list[list[int]], config: "ModelConfig") -> int:
 def read_prompts(arguments: argparse.Namespace, say: Messages) -> list[str]:
     """Return --prompt and --prompt-file, else stdin or the default; a chat reads stdin itself."""
     prompts = list(arguments.prompt or [])
-    if arguments.prompt_file is not None:
-        prompts.append(read_text("prompt_file", arguments.prompt_file))
+    prompts += [read_text("prompt_file", file) for file in arguments.prompt_file or []]
     if prompts or arguments.chat:
         return prompts
     if not (prompt := read_stdin(say)):
@@ -93,8 +92,10 @@ def read_stdin(say: Messages) -> str:
     with contextlib.suppress(OSError), say.working("reading the prompt from stdin"):
         if not sys.stdin.isatty():
             try:
-                return sys.stdin.read().removesuffix("\n")
-            except UnicodeDecodeError:
+                text = sys.stdin.read().removesuffix("\n")
+                text.encode()  # fails where Python has let other bytes pass
+                return text
+            except UnicodeError:
                 raise InputError("stdin: not UTF-8 text; convert it first") from None
     return ""
 

@@ -64,7 +64,8 @@ class SavedFile:
     def __init__(self, path: Path):
         self.path = path
         if not path.is_file():
-            raise InputError(f"{path}: no such file; give a saved conversation")
+            problem = "not a file" if path.exists() else "no such file"
+            raise InputError(f"{path}: {problem}; give a saved conversation")
         try:
             self._file = SafetensorsFile(path)
         except InputError:

@@ -209,6 +209,8 @@ def load(
     Raises:
         InputError: names the file or setting at fault and the remedy.
     """
+    if not isinstance(path, str | os.PathLike | None):
+        raise ParameterError("path", "give a name or a path", path)
     folder = checked_source(model_folder(path, revision))
     start_backend()
     chosen = checked_dtype(dtype)

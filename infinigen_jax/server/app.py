@@ -38,7 +38,7 @@ class Service:
     """Settings of the HTTP interface.
 
     Attributes:
-        model: name of the model, which requests repeat.
+        model: name of the model, which requests may repeat.
         drain_seconds: time that unfinished requests get at shutdown.
         api_key: key that requests must present; None for no check.
         body_limit: maximum size of a request in bytes.
@@ -198,8 +198,8 @@ def _add_status(app: FastAPI, scheduler: Scheduler, service: Service) -> None:
         return entry
 
 
-def _check_model(name: str, service: Service) -> None:
-    if name != service.model:
+def _check_model(name: str | None, service: Service) -> None:
+    if name not in (None, service.model):
         message = f"model: {name!r} is not served here; use {service.model!r}"
         raise RefusedError(message, "model", 404, "model_not_found")
 

@@ -88,7 +88,7 @@ class Generating(Strict, abc.ABC):
     Parameters in NEUTRAL are accepted with their neutral value alone.
     """
 
-    model: str
+    model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = None

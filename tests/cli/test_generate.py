@@ -161,9 +161,10 @@ def test_a_policy_of_another_package(run, refused, tmp_path, monkeypatch):
 
 
 def test_several_prompts_come_in_order(run, tmp_path):
-    stats, file = tmp_path / "stats.json", tmp_path / "prompt"
-    file.write_text("A third\nprompt, of two lines.\n")
-    arguments = ("--prompt", "One", "--prompt", "It was a", "--prompt-file", file)
+    stats, first, second = (tmp_path / name for name in ("stats.json", "first", "second"))
+    first.write_text("It was a")
+    second.write_text("A third\nprompt, of two lines.\n")
+    arguments = ("--prompt", "One", "--prompt-file", first, "--prompt-file", second)
     arguments = (*arguments, "--max-new-tokens", "6", "--policy", "full")
     status, out, err = run(*arguments, "--stats-json", stats)
     record = json.loads(stats.read_text())

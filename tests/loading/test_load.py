@@ -183,6 +183,11 @@ def test_a_conversion_without_tokenizer_says_so_when_asked(tiny, tmp_path):
         _ = model.tokenizer
 
 
+def test_load_refuses_what_is_no_path():
+    with pytest.raises(InputError, match="path 5: give a name or a path"):
+        checkpoint.load(5)  # type: ignore[arg-type]
+
+
 def test_load_refuses_unknown_dtypes():
     for dtype in ("int8", "nonsense"):
         with pytest.raises(InputError, match=dtype):

@@ -15,6 +15,8 @@ import pytest
 from pydantic import ValidationError
 from serving import CONTEXT, ROWS, Served, serving, small_engine
 
+from infinigen_jax import serve
+from infinigen_jax.messages import Messages
 from infinigen_jax.sampling import Sampling
 from infinigen_jax.serve import start_logging
 from infinigen_jax.server.job import BusyError, Job, UnavailableError
@@ -22,6 +24,7 @@ from infinigen_jax.server.limits import Limits
 from infinigen_jax.server.protocol import ChatCompletion, Completion
 from infinigen_jax.server.scheduler import Scheduler
 
+USER = {"role": "user", "content": "x"}
 BODY = {"model": "small", "prompt": "Once upon a time", "max_tokens": 2}
 KEY = {"Authorization": "Bearer secret"}
 
@@ -49,7 +52,19 @@ def test_status_pages(served: Served):
     assert status == 200 and headers["content-type"].startswith("text/html")
     assert served.request("POST", "/v1/embeddings", BODY)[0] == 404
     assert served.request("GET", "/v1/completions")[0] == 405
+    without = {"prompt": "Once upon a time", "max_tokens": 2}
+    status, _, content = served.request("POST", "/v1/completions", without)
+    assert (status, content["model"]) == (200, "small")
     assert b"://" not in page, "the page needs no other host"
+
+
+def test_a_chat_template_from_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(serve, "start_logging", lambda quiet: None)
+    (tmp_path / "template").write_text("{{ messages[0].content }}!")
+    given = ["--model", "tiny-llama", "--chat-template", str(tmp_path / "template")]
+    arguments = serve.build_parser().parse_args([*given, "--quiet"])
+    engine = serve.make_scheduler(arguments, Messages(True)).engine
+    assert engine.encode_chat([USER]) == engine.encode("x!", first=False)
 
 
 WRONG_FIELDS: list[dict[str, Any]] = [
@@ -72,7 +87,6 @@ def test_malformed_bodies(served: Served, body):
 
 
 MANY = 20_000
-USER = {"role": "user", "content": "x"}
 MANY_ERRORS: list[dict[str, Any]] = [
     {"prompt": [1.5] * MANY},
     {"prompt": [[1.5]] * MANY},
