@@ -47,7 +47,7 @@ def small_form(params: Params) -> tuple[str | None, frozenset[str]]:
     dtypes = {n: CODES[part["codes"].dtype] for n, part in params.items() if "codes" in part}
     smallest = max(dtypes.values(), key=WEIGHT_DTYPES.index, default=None)
     wide = {name for name, dtype in dtypes.items() if dtype != smallest}
-    return smallest, frozenset(wide | {"q", "kv"} if "qkv" in wide else wide)
+    return smallest, frozenset(wide - {"qkv"} | {"q", "kv"} if "qkv" in wide else wide)
 
 
 def small_dtype(params: Params) -> str | None:
