@@ -155,13 +155,13 @@ def _copy_blocks(
     read: Callable[[Array, Array, int], Array],
     decoder: Decoder,
 ) -> Shaped[Array, "l a k t w"]:
-    """Write `count` slots of a sequence of the host's array, block by block.
+    """Write the first `count` slots of a sequence of the host's array, or all, block by block.
 
     `read` maps layer, first slot and number of slots to rows [1, k, n, w].
     """
     layers, _, _, capacity, _ = host.shape
     block = min(capacity, STREAM_BLOCK)
-    blocks = (count + block - 1) // block
+    blocks = (jnp.minimum(count, capacity) + block - 1) // block
 
     def copy(i: Array, host: Array) -> Array:
         layer, place = i // blocks, jnp.minimum(i % blocks * block, capacity - block)
