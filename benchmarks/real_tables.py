@@ -21,7 +21,7 @@ OTHERS: Titled = [
     ("H2O", {"policy": "h2o"}),
     ("window", {"policy": "window"}),
 ]
-BASELINES = "real-model/baselines-wiki-4096"
+BASELINES = ("previous-query", "infinigen-paper")  # in results of their own
 # Tokens and budget, and the result that has them.
 SIZES: Titled = [
     (f"{tokens:,} tokens, {budget:.0%}", {"budget": budget, "result": f"real-model/{result}"})
@@ -62,10 +62,13 @@ COLUMNS: Titled = [
 ]
 
 
-def against_others(ours: str, others: str) -> Titled:
-    """Return rows of two results: InfiniGen's, and the other policies'."""
+def against_others(ours: str, others: str, baselines: str = "") -> Titled:
+    """Return rows of several results: InfiniGen's, the other policies', and those of BASELINES."""
     rows = [(OURS[0][0], OWN | {"result": f"real-model/{ours}"})]
-    return [*rows, *((title, {**s, "result": f"real-model/{others}"}) for title, s in OTHERS)]
+    for title, spec in OTHERS:
+        result = baselines if baselines and spec["policy"] in BASELINES else others
+        rows.append((title, {**spec, "result": f"real-model/{result}"}))
+    return rows
 
 
 def by_text(result: str, *shows: str, **spec: Any) -> Titled:
@@ -97,18 +100,10 @@ TABLES: Mapping[str, tuple[Titled, Titled, str]] = {
     ),
     "real sizes": (SIZES, by_text("", "above", "divergence", "fetched", **OWN), "budget"),
     "real others": (
-        against_others("budgets-{text}-4096", "others-{text}-4096"),
+        against_others("budgets-{text}-4096", "others-{text}-4096", "baselines-{text}-4096"),
         [
             (f"{title}, {100 * size:.0f} %", {"budget": size, "text": text, "show": "divergence"})
             for text, title in TEXTS.items()
-            for size in (0.02, 0.1)
-        ],
-        "",
-    ),
-    "real baselines": (
-        OTHERS,
-        [
-            (f"{100 * size:.0f} %", {"budget": size, "show": "divergence", "result": BASELINES})
             for size in (0.02, 0.1)
         ],
         "",
