@@ -90,6 +90,13 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "checked": ("gqa", INFINIGEN, {"check": True}),
     "a shared prefix": ("gqa", INFINIGEN, {"prefix": list(range(3, 43))}),
     "chunks": ("gqa", INFINIGEN, {"prefill_chunk": 16}),
+    **{
+        f"lossless, {name}": ("gqa", INFINIGEN, {"lossless": True, "draft_tokens": 3, **settings})
+        for name, settings in {
+            "rows int8": {"rows": "int8"},
+            "weights on the host": {"weights": "host"},
+        }.items()
+    },
 }
 
 
