@@ -70,7 +70,7 @@ def prompts(bench: Bench, context: int) -> list[list[int]]:
 def _measure_wave(
     bench: Bench, context: int, names: list[str], tokens: list[list[int]], reference: list[int]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the systems' entries after the rounds, and again with all that follows them."""
+    """Yield the systems' entries after the rounds, and again with single steps and traces."""
     options = bench.options
     systems: dict[str, System] = {}
     entries: dict[str, Any] = {}
@@ -78,7 +78,7 @@ def _measure_wave(
 
     @contextlib.contextmanager
     def reported(name: str) -> Iterator[None]:
-        """Enter a system's failure, mostly out of memory, so that no other measurement is lost."""
+        """Record a system's failure, mostly out of memory, so that no other measurement is lost."""
         try:
             yield
         except Exception as error:  # noqa: BLE001

@@ -18,6 +18,7 @@ from infinigen_jax.checkpoint.tensor_names import TensorSpec, expected
 from infinigen_jax.loading.load import Model
 from infinigen_jax.models import Params, blueprint
 from infinigen_jax.models.forward import forward
+from infinigen_jax.models.packed import split
 
 LOGITS_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}  # of the largest logit
 
@@ -126,7 +127,9 @@ def torch_model(model: Model, settings: dict[str, Any]) -> Any:
     config._attn_implementation = "sdpa"
     specs = expected(blueprint(model.config, model.dtype))
     state = {}
-    trees = [model.params["embedding"], *model.params["layers"]]
+    width = model.config.query_width
+    layers = [split(layer, width) for layer in model.params["layers"]]
+    trees = [model.params["embedding"], *layers]
     for part, tree in zip([specs.embedding, *specs.layers], trees, strict=True):
         state |= {spec.name: _tensor(spec, tree) for spec in part}
     device = "cuda" if jax.default_backend() == "gpu" else "cpu"

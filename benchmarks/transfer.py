@@ -124,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
     result = measure(options, path)
     print(table(result))
     note(f"written to {path}")
-    return 0
+    return int(any("error" in entry for entry in result["measurements"]))
 
 
 def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def measure_one(
 ) -> dict[str, Any]:
     """Measure one row size and transfer: alone, the computation alone, and both.
 
-    The result is an `error` alone if the transfer does not return the expected rows.
+    Return only an `error` if the transfer does not return the expected rows.
     """
     mesh, layer = default_mesh(), jnp.int32(0)
 
@@ -197,8 +197,8 @@ def measure_one(
     x, weights = work
     rows = np.asarray(alone(host, request))
     if not np.array_equal(rows, expected):
-        note(f"other rows came by {transfer.name}, of {shape.row} bytes")
-        return {"row_bytes": shape.row, "error": "other rows came"}
+        note(f"wrong rows by {transfer.name}, of {shape.row} bytes")
+        return {"row_bytes": shape.row, "error": "wrong rows"}
     moving = _seconds(lambda: alone(host, request))
     once = _seconds(lambda: _work(x, weights, 1))
     # About one and a half times as long as the transfer, so that it can be hidden.

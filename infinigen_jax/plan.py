@@ -216,7 +216,7 @@ def verdict(advice: "Advice") -> list[str]:
         lines.append(
             f"nothing fits: at most {advice.most_context} tokens of context, or "
             f"{advice.most_batch} sequences"
-            if advice.most_context
+            if advice.most_context or advice.most_batch
             else "nothing fits, whatever the context: try --weight-dtype int8 or int4, --weights "
             "host, or a smaller model"
         )

@@ -30,6 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Shaped
 
 from infinigen_jax.errors import InputError
+from infinigen_jax.machine.memory_limits import note_pinned
 from infinigen_jax.ops.span import Span, place_span
 
 HOST = "pinned_host"
@@ -132,7 +133,9 @@ def to_device(x: Array) -> Array:
 
 def allocate_host(shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> Array:
     """Allocate a host cache [l, b, k, t, w] with arbitrary contents and no copy on the device."""
-    return _allocation(shape, jnp.dtype(dtype), mesh)()
+    host = _allocation(shape, jnp.dtype(dtype), mesh)()
+    note_pinned(mesh.devices.flat[0])
+    return host
 
 
 @functools.lru_cache(maxsize=64)

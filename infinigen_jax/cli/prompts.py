@@ -93,7 +93,7 @@ def read_stdin(say: Messages) -> str:
         if not sys.stdin.isatty():
             try:
                 text = sys.stdin.read().removesuffix("\n")
-                text.encode()  # fails where Python has let other bytes pass
+                text.encode()  # fails on lone surrogates, which stand for other bytes
                 return text
             except UnicodeError:
                 raise InputError("stdin: not UTF-8 text; convert it first") from None

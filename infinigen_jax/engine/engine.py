@@ -205,8 +205,8 @@ class Engine:
         longest = max(map(len, encoded))
         limit = self.model.config.max_positions
         if longest >= limit:
-            number = next(i for i, prompt in enumerate(encoded, 1) if len(prompt) == longest)
-            which = "the prompt" if len(encoded) == 1 else f"prompt {number} of {len(encoded)}"
+            index = next(i for i, prompt in enumerate(encoded, 1) if len(prompt) == longest)
+            which = "the prompt" if len(encoded) == 1 else f"prompt {index} of {len(encoded)}"
             raise InputError(
                 f"{which} has {longest} tokens, which is too long: the model has {limit} positions "
                 "for prompt and new tokens; shorten the prompt"

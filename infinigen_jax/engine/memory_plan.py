@@ -13,7 +13,6 @@ from infinigen_jax.machine.memory_limits import (
     Device,
     available_device_bytes,
     available_host_bytes,
-    note_pinned,
     pinned_bytes_in_use,
     pinned_pool_limit_bytes,
     tree_bytes,
@@ -135,7 +134,6 @@ def check_memory(plan: MemoryPlan, device: Device, remedies: Remedies) -> None:
     """Raise MemoryShortageError, with the sizes and the remedy, if a plan does not fit."""
     lack = shortage(plan, device)
     if lack is None:
-        note_pinned(device, plan.host_cache)
         return
     if lack.memory == "pinned":
         remedy = widen_pool_to(plan.host_cache + pinned_bytes_in_use(device))

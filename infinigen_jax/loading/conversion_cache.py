@@ -31,8 +31,8 @@ from infinigen_jax.files.regular import read_json
 from infinigen_jax.files.user_cache import cache_root
 from infinigen_jax.text import gguf_tokenizer
 
-# Increases when conversions measure otherwise, which invalidates cached conversions. Folders that
-# the user converted stay valid.
+# Increases when a conversion's measurements change, which invalidates cached conversions. Folders
+# that the user converted stay valid.
 REVISION = 5
 LIMIT = 64 << 30  # bytes of conversions
 HASHES = "hashes.json"
@@ -56,7 +56,7 @@ def cache_folder(source: Path) -> Path:
     with _writable():
         root = cache_root()
     settings = {"format": FORMAT_VERSION, "revision": REVISION, "skew": DEFAULT_SKEW}
-    if is_gguf(source):  # a conversion holds the tokenizer that this module makes
+    if is_gguf(source):  # a conversion holds the tokenizer that this module reads
         settings["tokenizer"] = file_sha256(Path(gguf_tokenizer.__file__))
     contents = _hashes(content_files(source), root / HASHES)
     key = hashlib.sha256(json.dumps([contents, settings], sort_keys=True).encode())

@@ -61,7 +61,8 @@ class Model:
     """A model ready to run.
 
     Attributes:
-        params: {"embedding": {...}, "layers": [{...}, ...]}, arrays on the device in `dtype`.
+        params: {"embedding": {...}, "layers": [{...}, ...]}, arrays on the device in `dtype`. On a
+            CPU, "qkv" in place of "q" and "kv"; `models.packed.split` inverts it.
         bases: one per layer, applied to rotated queries and keys; None where the leading columns of
             the keys already are the partial keys (absorbed) or nothing was skewed.
         skew: "svd", "balanced" or "none".
@@ -269,9 +270,9 @@ class Form(NamedTuple):
 
     def layer(self, params: Params) -> Params:
         """Return a layer's parameters in this form, in their place, joined as engines want them."""
-        made = self.matrices(params)
+        params = self.matrices(params)
         joins = self.weights == "device" and jax.default_backend() == "cpu"
-        return placed(join(made) if joins else made, self.weights)
+        return placed(join(params) if joins else params, self.weights)
 
     def matrices(self, params: Params) -> Params:
         """Return the parameters of a layer or an embedding with matrices in this form."""
@@ -355,30 +356,29 @@ def _load_through_cache(
         """Load the conversion; return None if there is none, or report that it is unusable."""
         if not destination.exists():
             return None
+        with contextlib.suppress(OSError):  # another user's
+            os.utime(destination)  # the time of its last use
         try:
-            model = _load_converted(destination, form, verify, source, config)
+            return _load_converted(destination, form, verify, source, config)
         except MemoryShortageError:  # converting again would not help
             raise
         except InputError as error:
             report(f"the cached conversion is unusable; converting again ({error})")
             return None
-        with contextlib.suppress(OSError):  # another user's
-            os.utime(destination)  # the time of its last use
-        return model
 
     if model := cached(logger.debug):  # needs no lock, which a read-only cache refuses
         return model
     with cache_lock(destination):
         if model := cached(notify):
             return model
-        if destination.exists():
-            shutil.rmtree(destination, ignore_errors=True)
-        else:
+        if not destination.exists():
             # Refuse a model that does not fit before the conversion.
             check_room(source, form.of_source(source, config).blueprint(config), form.weights)
             notify(f"{source} is not converted yet: converting it into {destination}")
+        elif not (destination / MANIFEST_FILE).exists():  # `convert` replaces only conversions
+            shutil.rmtree(destination, ignore_errors=True)
         with progress_bar() as progress:
-            convert(source, destination, sidecar=True, progress=progress)
+            convert(source, destination, force=True, sidecar=True, progress=progress)
         model = _load_converted(destination, form, verify, source, config)
         prune(destination.parent)
         return model

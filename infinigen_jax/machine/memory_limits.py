@@ -92,11 +92,11 @@ def unused_pinned_bytes(device: Device) -> int:
     return 0 if device.platform == "cpu" else max(0, _pinned - pinned_bytes_in_use(device))
 
 
-def note_pinned(device: Device, further: int) -> None:
-    """Note that `further` bytes will be pinned in addition to those in use."""
+def note_pinned(device: Device) -> None:
+    """Note the pinned arrays of a device, for `unused_pinned_bytes`."""
     global _pinned
     if device.platform != "cpu":
-        _pinned = max(_pinned, pinned_bytes_in_use(device) + further)
+        _pinned = max(_pinned, pinned_bytes_in_use(device))
 
 
 def tree_bytes(tree: Any) -> int:

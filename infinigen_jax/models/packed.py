@@ -1,7 +1,8 @@
 """Joined projections: queries, keys and values as one matrix, {"qkv"} in place of {"q", "kv"}.
 
-On a CPU three short products take longer than one, because each wakes the other threads. An engine
-joins its layers where attention reads rows in the host's memory. Modules accept either form
+On a CPU three short products take longer than one, because each wakes the other threads. Layers are
+joined on loading there, or by an engine whose attention reads rows in the host's memory. Modules
+accept either form
 (`base.Blueprint.layer`).
 """
 

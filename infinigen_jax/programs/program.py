@@ -122,7 +122,8 @@ def environment() -> str:
     names = "jax_enable_x64", "jax_default_matmul_precision", "jax_threefry_partitionable"
     numerics = [getattr(jax.config, name) for name in names]
     versions = jax.__version__, importlib.metadata.version("jaxlib")
-    cores = len(os.sched_getaffinity(0))  # XLA divides loops among them
+    # XLA divides loops among the processor's cores.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return repr((source.hexdigest(), versions, processor(), cores, flags, numerics))
 
 

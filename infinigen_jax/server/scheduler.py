@@ -194,8 +194,7 @@ class Scheduler:
         """Begin to read a prompt after the tokens that the prefix cache has."""
         tokens, node = np.asarray(job.tokens, np.int32), None
         cache = self._batch.empty_cache()
-        shares = may_share(self.engine.model.config, len(tokens))
-        if self._prefixes is not None and shares:
+        if self._prefixes is not None and may_share(self.engine.model.config, len(tokens)):
             node = self._prefixes.find(tokens)
             cache, job.cached_tokens = self._prefixes.restore(node, cache), node.end
         runtime, done = self.engine.runtime, job.cached_tokens

@@ -135,11 +135,8 @@ def test_settings_and_prompts_out_of_range():
         ([{"role": "user", "content": "x"}], 4, "encode_chat"),
         ((token for token in [5]), 4, "not generator"),
         ([5, [6]], 4, "a token is a whole number"),
-        (
-            [[5] * 256],
-            1,
-            "the prompt has 256 tokens, which is too long: the model has 256",
-        ),
+        ([[5] * 256], 1, "the prompt has 256 tokens, which is too long: the model has 256"),
+        ([[5], [5] * 256], 1, "prompt 2 of 2 has 256 tokens"),
     ]
     for prompts, new, named in refused:
         with pytest.raises(InputError, match=named):

@@ -19,9 +19,11 @@ from infinigen_jax.machine.memory_limits import (
     PINNED_POOL_VARIABLE,
     available_device_bytes,
     available_host_bytes,
+    note_pinned,
     pinned_bytes_in_use,
     pinned_pool_limit_bytes,
     tree_bytes,
+    unused_pinned_bytes,
 )
 from infinigen_jax.messages import format_bytes
 from infinigen_jax.models import blueprint
@@ -140,16 +142,22 @@ def test_what_does_not_fit_is_refused_with_what_to_lower(monkeypatch):
 
 
 def test_memory_that_jax_keeps_pinned_is_used_again(monkeypatch):
+    device, in_use = FakeDevice("gpu"), [0]
     monkeypatch.setattr(memory_limits, "_pinned", 0)
+    monkeypatch.setattr(memory_limits, "pinned_bytes_in_use", lambda device: in_use[0])
+    for count, unused in ((0, 0), (60, 0), (20, 40), (0, 60), (70, 0), (10, 60)):
+        in_use[0] = count
+        note_pinned(device)
+        assert unused_pinned_bytes(device) == unused
+    assert unused_pinned_bytes(jax.devices("cpu")[0]) == 0
     monkeypatch.setenv(PINNED_POOL_VARIABLE, "200")
-    remedies = Remedies(engine("gqa", dense_layers=1).decoder)
+    monkeypatch.setattr(planning, "available_host_bytes", lambda: 40)
     none = MemoryPlan(**{field.name: 0 for field in dataclasses.fields(MemoryPlan)})
-    for free in (100, 40):  # the second generation gets the memory of the first
-        monkeypatch.setattr(planning, "available_host_bytes", lambda free=free: free * GIB)
-        plan = dataclasses.replace(none, host_cache=60 * GIB)
-        check_memory(plan, FakeDevice("gpu"), remedies)
-    with pytest.raises(InputError, match=r"101.0 GiB of host memory .* 100.0 GiB are available"):
-        check_memory(dataclasses.replace(none, host_cache=101 * GIB), FakeDevice("gpu"), remedies)
+    remedies = Remedies(engine("gqa", dense_layers=1).decoder)
+    for _ in range(2):  # a check pins nothing
+        check_memory(dataclasses.replace(none, host_cache=100), device, remedies)
+        with pytest.raises(InputError, match="101 B of host memory .* 100 B are available"):
+            check_memory(dataclasses.replace(none, host_cache=101), device, remedies)
 
 
 def test_the_share_of_a_gpu_has_one_name(monkeypatch):

@@ -176,7 +176,7 @@ def test_requests_hold_the_largest_cap(budget):
 
 NAN = float("nan")
 WRONG: dict[str, list[Any]] = {"budget": [0.0, -0.1, 1.01, NAN, 1e-10], "alpha": [-1.0, NAN]}
-WRONG |= {"partial_ratio": [0.0, 1.5, NAN], "window": [0], "sinks": [-1]}
+WRONG |= {"partial_ratio": [0.0, 1.5, NAN], "window": [0, True], "sinks": [-1]}
 WRONG |= {"index_dtype": ["int3"], "count": ["median"]}
 
 
