@@ -103,7 +103,7 @@ def serve(arguments: argparse.Namespace) -> None:
         config = http_config(create_app(scheduler, service), service, connections)
         host, port = listening.getsockname()[:2]
         kept = f" ({KEPT})" if say.kept else ""
-        say(f"http://{host}:{port} answers when it is ready; a first start compiles{kept} ...")
+        say(f"http://{host}:{port} is starting; a first start compiles{kept} ...")
 
         class Server(uvicorn.Server):
             def handle_exit(self, sig: int, frame: Any) -> None:
