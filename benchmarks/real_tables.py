@@ -109,8 +109,8 @@ TABLES: Mapping[str, tuple[Titled, Titled, str]] = {
         "",
     ),
     "real long": (
-        against_others("length-wiki-8192", "others-wiki-8192"),
-        of_one("", budget=0.05),
+        against_others("length-{text}-8192", "others-{text}-8192"),
+        by_text("", "above", "divergence", budget=0.05),
         "",
     ),
     "real gemma": ([*OURS, *OTHERS], of_one("policies-gemma-8192"), ""),
