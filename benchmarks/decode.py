@@ -34,6 +34,7 @@ from benchmarks.waves import Bench
 from infinigen_jax.cache.host_array import Placement, default_mesh
 from infinigen_jax.errors import run_command
 from infinigen_jax.loading.load import Model, load
+from infinigen_jax.machine.backend import claim_memory
 from infinigen_jax.machine.memory_limits import tree_bytes
 from infinigen_jax.planner import bandwidths
 
@@ -48,7 +49,9 @@ def main(argv: list[str] | None = None) -> int:
     options = presets.parse(argv)
     name = options.preset or ("decode" if options.model else f"decode-{options.shape}")
     path = options.json or machine.result_path(name, options.model)
-    os.environ |= machine.gpu_environment(shares=bool(set(options.systems) & set(presets.THEIRS)))
+    if machine.has_gpu() and set(options.systems) & set(presets.THEIRS):
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch shares the GPU
+    claim_memory()
 
     def run() -> None:
         print(table(measure(options, path)))
@@ -94,10 +97,9 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
         "contexts": [],
     }
     bench = Bench(options, model, other, rates, began + options.cap_seconds)
-    for context in options.contexts:
-        done = result["contexts"]
+    for number, context in enumerate(options.contexts):
         for entry in measure_context(bench, context):
-            result["contexts"] = [*done, entry]
+            result["contexts"][number:] = [entry]
             result["seconds"] = time.monotonic() - began
             write_json(path, result)
     return result

@@ -92,10 +92,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "settings": {name: getattr(options, name) for name in names},
         "contexts": [],
     }
-    for context in options.contexts:
-        done = result["contexts"]
+    for number, context in enumerate(options.contexts):
         for entry in _measure_context(model, context, options, end):
-            result["contexts"] = [*done, entry]
+            result["contexts"][number:] = [entry]
             write_json(path, result)
     note(f"written to {path}")
     return result

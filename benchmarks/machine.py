@@ -11,8 +11,6 @@ import jax
 
 from benchmarks.files import RESULTS
 from infinigen_jax.evaluation.report import version_of
-from infinigen_jax.machine.backend import FRACTIONS
-from infinigen_jax.machine.memory_limits import PINNED_POOL_VARIABLE, available_host_bytes
 from infinigen_jax.planner import bandwidths
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,21 +44,6 @@ def has_gpu() -> bool:
 def device_name() -> str:
     """Return "gpu" or "cpu", for the name of a result file."""
     return "gpu" if has_gpu() else "cpu"
-
-
-def gpu_environment(shares: bool) -> dict[str, str]:
-    """Return environment variables for measuring on a GPU that the user has not set.
-
-    If PyTorch `shares` the GPU, JAX must not reserve most of its memory.
-    """
-    if not has_gpu():
-        return {}
-    pool = max(1, int(0.85 * available_host_bytes()) >> 30)
-    given = any(name in os.environ for name in FRACTIONS)
-    most = {} if given else {FRACTIONS[0]: "0.92"}
-    variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if shares else most
-    variables[PINNED_POOL_VARIABLE] = str(pool)
-    return {name: value for name, value in variables.items() if name not in os.environ}
 
 
 def memory_read_bandwidth(size: int | None = None) -> float:

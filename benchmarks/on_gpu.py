@@ -98,7 +98,7 @@ def run(pieces: list[Piece], out: Path, seconds: float) -> dict[str, str]:
         note(f"kernels: {status}")
         summary.write(f"## kernels ({status})\n\n{text}\n")
         # Otherwise each piece would check them again, and fail like this check.
-        kernels = {} if status == "done" else {first_use.SWITCH: first_use.OFF}
+        off = {} if status == "done" else {first_use.SWITCH: first_use.OFF}
         for piece in pieces:
             started = time.monotonic()
             left = end - started - GRACE
@@ -107,7 +107,7 @@ def run(pieces: list[Piece], out: Path, seconds: float) -> dict[str, str]:
                 cap = left * piece.share
                 command = [*piece.command, "--json", str(out / f"{piece.name}.json")]
                 command += ["--cap-seconds", f"{cap:.0f}"]
-                environment = {**piece.environment, **kernels}
+                environment = {**piece.environment, **off}
                 status, text = run_within(command, cap + GRACE, log, environment)
             statuses[piece.name] = status
             took = f"{status}, {time.monotonic() - started:.0f} s"

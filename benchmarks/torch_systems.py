@@ -127,8 +127,7 @@ def torch_model(model: Model, settings: dict[str, Any]) -> Any:
     config._attn_implementation = "sdpa"
     specs = expected(blueprint(model.config, model.dtype))
     state = {}
-    width = model.config.query_width
-    layers = [split(layer, width) for layer in model.params["layers"]]
+    layers = [split(layer, model.config.query_width) for layer in model.params["layers"]]
     trees = [model.params["embedding"], *layers]
     for part, tree in zip([specs.embedding, *specs.layers], trees, strict=True):
         state |= {spec.name: _tensor(spec, tree) for spec in part}
