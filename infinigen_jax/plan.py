@@ -213,10 +213,11 @@ def verdict(advice: "Advice") -> list[str]:
     """Return the advice as sentences, one per line."""
     best, lines = advice.best, [full_cache(advice)]
     if best is None:
+        most = {"tokens of context": advice.most_context, "of the sequences": advice.most_batch}
+        fitting = " or ".join(f"{number} {what}" for what, number in most.items() if number)
         lines.append(
-            f"nothing fits: at most {advice.most_context} tokens of context, or "
-            f"{advice.most_batch} sequences"
-            if advice.most_context or advice.most_batch
+            f"nothing fits: at most {fitting}"
+            if fitting
             else "nothing fits, whatever the context: try --weight-dtype int8 or int4, --weights "
             "host, or a smaller model"
         )

@@ -96,6 +96,17 @@ def tail_moments(config: ModelConfig, params: Params) -> tuple[np.ndarray, np.nd
     return keys, values
 
 
+def long_rope(name: str, original: int) -> Model:
+    """Return a random model whose keys rotate differently in texts above `original` tokens."""
+    model = random_model(name)
+    assert model.config.rope is not None
+    columns = model.config.head_dim // 2
+    factors = {"short_factors": (1.0,) * columns, "long_factors": (2.0,) * columns}
+    changes: Any = {"kind": "longrope", "original_positions": original} | factors
+    rope = dataclasses.replace(model.config.rope, **changes)
+    return dataclasses.replace(model, config=dataclasses.replace(model.config, rope=rope))
+
+
 @functools.cache
 def random_model(name: str, dtype: str = "float32", with_basis: bool | None = None) -> Model:
     """Return a model by name, always the same object, so that compilations are shared.

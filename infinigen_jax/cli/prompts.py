@@ -15,7 +15,6 @@ from infinigen_jax.text.templates import render_chat
 
 if TYPE_CHECKING:
     from infinigen_jax.engine.engine import Engine
-    from infinigen_jax.models import ModelConfig
 
 DEFAULT_PROMPT = "It was a dark and stormy night, and the old man"
 NEW_TOKENS = 64
@@ -48,7 +47,7 @@ def prepare_prompts(
             problem = "no chat template takes it; give one as `chat_template`"
             raise ParameterError("system", problem)
         tokens = engine.encode_with_prefix(prefix, prompts)
-        most = arguments.max_new_tokens or fitting(NEW_TOKENS, tokens, engine.model.config)
+        most = arguments.max_new_tokens or engine.model.config.fitting(NEW_TOKENS, tokens)
         return Prepared(tokens, engine.prefix_tokens(prefix), most, True)
 
     def rendered(content: str) -> str:
@@ -60,19 +59,10 @@ def prepare_prompts(
         return engine.encode(text, first=False)
 
     tokens = [encode(rendered(prefix + checked_text("prompts", prompt))) for prompt in prompts]
-    most = arguments.max_new_tokens or fitting(ANSWER_TOKENS, tokens, engine.model.config)
+    most = arguments.max_new_tokens or engine.model.config.fitting(ANSWER_TOKENS, tokens)
     mark = secrets.token_hex(16)
     shared = rendered(prefix + mark).partition(mark)[0] if prefix else ""
     return Prepared(tokens, engine.prefix_tokens(shared, first=False), most, False)
-
-
-def fitting(most: int, prompts: list[list[int]], config: "ModelConfig") -> int:
-    """Return `most`, or the new tokens that the model takes after the prompts if fewer."""
-    lengths = [len(prompt) for prompt in prompts]
-    room = [config.max_positions - length for length in lengths]
-    if short := config.longest_short:
-        room += [short + 1 - length for length in lengths if length <= short]
-    return max(1, min(most, *room))
 
 
 def read_prompts(arguments: argparse.Namespace, say: Messages) -> list[str]:

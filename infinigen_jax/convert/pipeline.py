@@ -123,6 +123,8 @@ def convert(
             f"applies to the query that `skew` balanced corrects, and {skew} has none",
             speculate_from,
         )
+    if calibration is not None and skew == "none":
+        raise ParameterError("calibration", "without `skew` nothing is calibrated; leave it out")
     folder = checked_source(fetched(source, revision))
     hf, config = read_config(folder)
     target = check_destination(folder, Path(destination), force)

@@ -7,12 +7,11 @@ first token of an answer would be that of the full cache.
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 from jaxtyping import Int
 
 from infinigen_jax.errors import MemoryShortageError, ParameterError
-from infinigen_jax.evaluation.scoring import Traffic, batches, traffic
+from infinigen_jax.evaluation.scoring import Traffic, batches, check_finite, traffic
 
 if TYPE_CHECKING:
     from infinigen_jax.engine.engine import Engine
@@ -55,18 +54,17 @@ def _answer_batch(
     engine: "Engine", prompts: list[Sequence[int]], decoded: int, new: int, kept: int
 ) -> tuple[Int[np.ndarray, "k n"], Traffic]:
     """Answer the first `kept` prompts; the others fill the batch."""
-    longest, shortest = (choose(map(len, prompts)) for choose in (max, min))
-    decoded = min(decoded, shortest - 1)
-    size, new = new, min(new, max(1, engine.model.config.max_positions - longest))
+    decoded = min(decoded, *(len(prompt) - 1 for prompt in prompts))
+    size, new = new, engine.model.config.fitting(new, prompts)
     try:
         run = engine.start([p[:-decoded] for p in prompts], max_new_tokens=decoded + new)
     except MemoryShortageError as error:
         raise ParameterError("batch", f"lower it ({error})", len(prompts)) from None
     given = np.array([p[-decoded:] for p in prompts], np.int32)
-    for i in range(decoded):
-        # Replace the drawn token by the given one; the answer begins after the last given token.
-        run.drawn = jax.device_put(given[:, i], run.drawn.sharding)
-        run.advance()
+    log_probs = run.predict(given[:, 0])
+    for i in range(1, decoded):
+        log_probs = run.predict(given[:, i])
+    check_finite(engine, np.asarray(log_probs.max(axis=1)))
     drawn = [run.drawn]
     for i in range(1, new):
         run.advance()

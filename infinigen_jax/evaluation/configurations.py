@@ -75,7 +75,8 @@ def check(chosen: list[Configuration], model: "Model") -> None:
 
     for configuration in chosen:
         check_pool(configuration.pool, configuration.policy)
-        curves_for(model, configuration.policy)
+        pooled = configuration.pool is not None
+        curves_for(model, configuration.policy.fitted(model, in_place=False, pooled=pooled))
         row_format(configuration.rows, model.dtype, model.config.head_dim)
 
 

@@ -11,10 +11,11 @@ import numpy as np
 from jaxtyping import Float
 
 from infinigen_jax.errors import InputError, MemoryShortageError, ParameterError
-from infinigen_jax.evaluation.scoring import Traffic, score_run, traffic
+from infinigen_jax.evaluation.scoring import Traffic, check_finite, score_run, traffic
 
 if TYPE_CHECKING:
     from infinigen_jax.engine.engine import Engine
+    from infinigen_jax.models import ModelConfig
 
 
 class Continuation(NamedTuple):
@@ -34,29 +35,24 @@ def likelihoods(
 
     Args:
         asked: contexts and texts of at least one token. A context too long for the model's
-            positions loses its first tokens.
+            positions loses its first tokens; see `ModelConfig.room`.
         batch: batch size. An incomplete batch repeats continuations to fill up.
 
     Returns:
         [n, 2] float64, the natural log-likelihood, and 1 if every token of the text is the most
         likely one, else 0; and the traffic.
     """
-    positions = engine.model.config.max_positions
-    longest = max((len(one.text) for one in asked), default=0)
-    if longest > positions - 1:
-        raise InputError(
-            f"a text to score has {longest} tokens, and the model {positions} positions; shorten it"
-        )
+    config = engine.model.config
     # The first token after a context of one token: nothing is cached to select from, and the engine
     # prefills at least one token before its first step.
-    cut = [Continuation(one.context[len(one.text) - positions :], one.text) for one in asked]
+    cut = [_cut(one, config) for one in asked]
     first = [i for i, one in enumerate(cut) if len(one.context) == 1]
     result, total = np.array([[0.0, 1.0]] * len(asked)).reshape(-1, 2), Traffic()
     for i in first:
         result[i] = _first_token(engine, cut[i].context[0], cut[i].text[0])
         cut[i] = Continuation([*cut[i].context, cut[i].text[0]], cut[i].text[1:])
     advance(sum(not one.text for one in cut))
-    for rows in _batches(cut, batch, positions):
+    for rows in _batches(cut, batch, config):
         chosen = [cut[i] for i in rows]
         filled = [*chosen, *[chosen[-1]] * (batch - len(chosen))]
         scores, moved = _score(engine, filled, len(chosen))
@@ -64,9 +60,22 @@ def likelihoods(
         result[rows, 1] *= scores[:, 1]
         total += moved
         advance(len(rows))
-    if not np.isfinite(result).all():
-        raise InputError("scores are not finite; try `dtype` float32, or check the model")
+    check_finite(engine, result)
     return result, total
+
+
+def _cut(one: Continuation, config: "ModelConfig") -> Continuation:
+    """Leave out first tokens of the context if the model has no room for all."""
+    limit = config.max_positions
+    kept = min(len(one.context), limit - len(one.text))
+    if config.longest_short and len(one.text) > config.room(kept - 1):
+        limit = config.longest_short
+    if len(one.text) >= limit:
+        raise InputError(
+            f"a text to score has {len(one.text)} tokens, and the model {limit} positions; "
+            "shorten it"
+        )
+    return Continuation(one.context[len(one.text) - limit :], one.text)
 
 
 def _first_token(engine: "Engine", token: int, target: int) -> tuple[float, float]:
@@ -84,8 +93,8 @@ def _first_token(engine: "Engine", token: int, target: int) -> tuple[float, floa
     return float(score), float(logits.argmax() == target)
 
 
-def _batches(cut: Sequence[Continuation], batch: int, positions: int) -> Iterator[list[int]]:
-    """Yield batches of continuations of similar lengths that fit into the positions together.
+def _batches(cut: Sequence[Continuation], batch: int, config: "ModelConfig") -> Iterator[list[int]]:
+    """Yield batches of continuations of similar lengths for which the model has room together.
 
     Every sequence of a batch takes as many steps as the longest text.
     """
@@ -93,8 +102,8 @@ def _batches(cut: Sequence[Continuation], batch: int, positions: int) -> Iterato
     order.sort(key=lambda i: (len(cut[i].text), len(cut[i].context)))
     chosen: list[int] = []
     for i in order:
-        context = max(len(cut[j].context) for j in [*chosen, i])
-        if len(chosen) == batch or context + len(cut[i].text) > positions:
+        room = min(config.room(len(cut[j].context) - 1) for j in [*chosen, i])
+        if len(chosen) == batch or len(cut[i].text) > room:
             yield chosen
             chosen = []
         chosen.append(i)

@@ -66,10 +66,12 @@ class InfiniGenLM(LM):
         **options: Any,
     ):
         super().__init__()
-        self.engine = _engine(options) if engine is None else engine
+        self.engine = _engine(options, quiet) if engine is None else engine
         self.quiet, self.traffic = quiet, Traffic()
         self.batch = int(batch_size) if str(batch_size).isdigit() else 8
-        self.positions = self.engine.model.config.max_positions
+        self.config = self.engine.model.config
+        # Texts longer than this rotate keys differently, and cannot begin as shorter ones.
+        self.growing = self.config.longest_short or self.config.max_positions
         if self.engine.model.tokenizer is None:
             raise InputError("this model has no tokenizer; convert it with one")
         self._first = beginning(self.engine.model.tokenizer, self.engine.model.config)
@@ -92,11 +94,11 @@ class InfiniGenLM(LM):
         return found
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the natural log-likelihood of each text, in windows of the model's positions."""
+        """Return the natural log-likelihood of each text, in windows as long as it grows."""
         asked, owners = [], []
         for number, request in enumerate(requests):
             tokens = self.engine.model.tokenizer.encode(request.args[0], add_special_tokens=False)
-            windows = get_rolling_token_windows(tokens, self._first, self.positions - 1, 1)
+            windows = get_rolling_token_windows(tokens, self._first, self.growing - 1, 1)
             for window in windows:
                 asked.append(Continuation(*make_disjoint_window(window)))
                 owners.append(number)
@@ -116,8 +118,8 @@ class InfiniGenLM(LM):
         with tqdm(total=len(requests), unit=" texts", disable=hidden) as progress:
             for size in sorted(set(sizes)):  # requests of one length of answer are one batch
                 numbers = [i for i, each in enumerate(sizes) if each == size]
-                room = self.positions - size
-                prompts = [prefixed(tokenizer, requests[i].args[0])[-room:] for i in numbers]
+                contexts = (prefixed(tokenizer, requests[i].args[0]) for i in numbers)
+                prompts = [self._fitting(context, size) for context in contexts]
                 prompts = [[self._first] * (2 - len(p)) + p for p in prompts]
                 tokens, moved = answer(self.engine, prompts, 1, size, self.batch, progress.update)
                 self.traffic += moved
@@ -136,28 +138,32 @@ class InfiniGenLM(LM):
         self.traffic += moved
         return scores
 
+    def _fitting(self, prompt: list[int], size: int) -> list[int]:
+        """Leave out first tokens of a prompt until there is room for an answer of `size`."""
+        prompt = prompt[size - self.config.max_positions :]
+        # All but the last token are cached before the first step.
+        return prompt if size < self.config.room(len(prompt) - 1) else prompt[size - self.growing :]
+
     def _settings(self, request: Any) -> tuple[list[str], int]:
         """Return a request's stop strings, and the number of tokens to generate."""
         settings = dict(request.args[1])
         stops = settings.get("until") or []
         if settings.get("do_sample") and settings.get("temperature", 1.0) > 0:
             raise InputError("do_sample: this model generates greedily; set it to false")
-        size = min(int(settings.get("max_gen_toks", MAX_NEW_TOKENS)), self.positions // 2)
+        size = min(int(settings.get("max_gen_toks", MAX_NEW_TOKENS)), self.growing // 2)
         stops = [stops] if isinstance(stops, str) else stops
         return [stop for stop in stops if stop], size
 
 
-def _engine(options: dict[str, Any]) -> "Engine":
+def _engine(options: dict[str, Any], quiet: bool) -> "Engine":
     from infinigen_jax.cli.options import (
         add_engine_options,
         add_model_options,
-        load_settings,
-        make_engine,
-        make_policy,
+        load_engine,
         read_policy,
     )
     from infinigen_jax.errors import Parser
-    from infinigen_jax.loading.load import load
+    from infinigen_jax.messages import Messages
 
     parser = Parser(prog="--model_args")
     add_model_options(parser.add_argument)
@@ -166,12 +172,14 @@ def _engine(options: dict[str, Any]) -> "Engine":
     settings = {field.name for field in dataclasses.fields(read_policy(policy)[0])}
     behind = settings & options.keys() - vars(parser.parse_args([])).keys()
     for name in sorted(behind):
-        policy += f"{',' if ':' in policy else ':'}{name}={str(options[name]).lower()}"
+        value = options[name]
+        value = str(value).lower() if isinstance(value, bool) else value
+        policy += f"{',' if read_policy(policy)[1] else ':'}{name}={value}"
     options = {n: value for n, value in options.items() if n not in behind} | {"policy": policy}
     given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     arguments = parser.parse_args(given)
-    policy = make_policy(arguments)
-    return make_engine(load(arguments.model, **load_settings(arguments)), policy, arguments)
+    arguments.quiet = quiet
+    return load_engine(arguments, Messages(quiet))
 
 
 def main() -> int:

@@ -70,7 +70,7 @@ def study_windows(
         with heads 1 for errors of a whole layer; `layers` [l], the layers in which the policy
         selects rows; and the traffic.
     """
-    from infinigen_jax.evaluation.scoring import Traffic, batches
+    from infinigen_jax.evaluation.scoring import Traffic, batches, check_finite
 
     parts, total, layers = [], Traffic(), np.zeros(0, np.int32)
     for rows, kept in batches(len(windows), settings["batch"]):
@@ -78,6 +78,7 @@ def study_windows(
         parts.append(sums)
         total += moved
     arrays = {name: np.concatenate([part[name] for part in parts]) for name in (*MEANS, *COUNTS)}
+    check_finite(engine, *arrays.values())
     return arrays | {"layers": layers}, total
 
 
@@ -89,7 +90,7 @@ def _study_batch(
     advance: Callable[[int], object],
 ) -> tuple[dict[str, np.ndarray], np.ndarray, "Traffic"]:
     """Study the first `kept` windows; the others fill the batch."""
-    from infinigen_jax.evaluation.scoring import start_run, traffic
+    from infinigen_jax.evaluation.scoring import check_finite, start_run, traffic
     from infinigen_jax.evaluation.study import watch
 
     context, chunk = settings["context"], settings["chunk"]
@@ -111,11 +112,12 @@ def _study_batch(
         waiting.clear()
 
     for step, position in enumerate(positions):
-        _, records = run.watch(watch, windows[:, position])
+        log_probs, records = run.watch(watch, windows[:, position])
         waiting.append((step, records))
         if len(waiting) == READ_EVERY:
             read()
     read()
+    check_finite(engine, np.asarray(log_probs).max(axis=1))
     steps = np.bincount(np.arange(len(positions)) // chunk)
     means = {name: sums[name] / (1 if name in COUNTS else steps) for name in sums}
     return {name: mean[:kept] for name, mean in means.items()}, layers, traffic(run, kept)

@@ -98,12 +98,18 @@ def score_windows(
         parts.append(score_run(run, windows[rows, context - 1 :], kept, further, advance))
         total += traffic(run, kept)
     all_scores = Scores(*(np.concatenate(part) for part in zip(*parts, strict=True)))
-    if not np.isfinite(nats := all_scores.nats).all():
+    check_finite(engine, all_scores.nats)
+    return all_scores, total
+
+
+def check_finite(engine: "Engine", *measured: Float[np.ndarray, "..."]) -> None:
+    """Refuse numbers of an engine that are not all finite."""
+    wrong = sum(np.count_nonzero(~np.isfinite(numbers)) for numbers in measured)
+    if wrong:
         raise InputError(
-            f"{np.count_nonzero(~np.isfinite(nats))} of {nats.size} scores are not finite in "
+            f"{wrong} of {sum(numbers.size for numbers in measured)} scores are not finite in "
             f"{engine.model.dtype.name}; try `dtype` float32, or check the model"
         )
-    return all_scores, total
 
 
 def score_run(

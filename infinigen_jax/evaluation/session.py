@@ -48,7 +48,8 @@ def add_common_options(parser: argparse.ArgumentParser, batch: int, of: str) -> 
         type=whole_number(1),
         default=batch,
         metavar="B",
-        help=f"{of} per batch (default {batch}); affects the result of infinigen-paper only",
+        help=f"{of} per batch (default {batch}); affects the result of a mean count, as in "
+        "infinigen-paper, and on a GPU of rows in int8 or int4",
     )
     add_engine_options(parser, several=True)
     add("--no-reference", action="store_true", help="leave out the full cache, the first line")

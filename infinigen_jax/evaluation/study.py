@@ -106,7 +106,7 @@ def compare(decoder: Decoder, watched: Watched) -> Seen:
 
     def mass(mask: Bool[Array, "b k t"]) -> Float[Array, "b k g"]:
         covered = near + jnp.sum(jnp.where(mask[:, :, None], far, 0.0), axis=-1)
-        return jnp.where(total > 0, covered / jnp.where(total > 0, total, 1.0), 1.0)
+        return jnp.where(total == 0, 1.0, covered / jnp.where(total == 0, 1.0, total))
 
     whole = decoder.output(layer, everything)
     return Seen(
@@ -154,4 +154,4 @@ def _relative(y: Float[Array, "b e"], true: Float[Array, "b e"]) -> Float[Array,
     y, true = (lax.convert_element_type(z, jnp.float32) for z in (y, true))
     distance = jnp.linalg.norm(y - true, axis=-1)
     size = jnp.linalg.norm(true, axis=-1)
-    return jnp.where(distance > 0, distance / jnp.maximum(size, 1e-30), 0.0)
+    return jnp.where(distance == 0, 0.0, distance / jnp.maximum(size, 1e-30))

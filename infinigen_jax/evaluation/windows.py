@@ -12,6 +12,7 @@ from infinigen_jax.numeric import whole_number
 if TYPE_CHECKING:
     from infinigen_jax.evaluation.session import Session
     from infinigen_jax.loading.load import Model
+    from infinigen_jax.models import ModelConfig
 
 LARGEST_WINDOW = 2048  # by default
 
@@ -47,8 +48,9 @@ def add_window_options(parser: argparse.ArgumentParser, *, required: bool = True
     )
 
 
-def window_sizes(arguments: argparse.Namespace, positions: int) -> tuple[int, int]:
+def window_sizes(arguments: argparse.Namespace, config: "ModelConfig") -> tuple[int, int]:
     """Return the tokens of a window, and those of its context."""
+    positions, short = config.max_positions, config.longest_short
     size = min(positions, LARGEST_WINDOW) if arguments.window is None else arguments.window
     if size > positions:
         raise ParameterError("window", f"the model has {positions} positions; lower it", size)
@@ -58,6 +60,13 @@ def window_sizes(arguments: argparse.Namespace, positions: int) -> tuple[int, in
             "context",
             f"nothing is left to score in a window of {size} tokens; lower it to at most "
             f"{size - 1}",
+            context,
+        )
+    if short and context <= short + 1 < size - 1:
+        raise ParameterError(
+            "context",
+            f"the model rotates the keys of texts above {short} tokens differently; give at least "
+            f"{short + 2}, or a window of at most {short + 2}",
             context,
         )
     return size, context
@@ -80,7 +89,7 @@ def cut_windows(
     arguments: argparse.Namespace, text: Text, model: "Model"
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """Return the windows [w, n] int32, and the result file's entries about them and the text."""
-    size, context = window_sizes(arguments, model.config.max_positions)
+    size, context = window_sizes(arguments, model.config)
     tokens = tokenize(text, model.tokenizer, model.config.vocab_size)
     windows = tokens.cut(size, arguments.windows)
     settings = {

@@ -119,7 +119,8 @@ class Model:
         """
         if self.sparse_loss is None or not np.isfinite(self.sparse_loss).all():
             return DENSE_UNKNOWN
-        loss = self.sparse_loss[:DENSE_AMONG, int(ahead)]
+        loss = self.sparse_loss[:DENSE_AMONG, int(ahead)].copy()
+        loss[[i for i in range(len(loss)) if self.config.window_of(i)]] = 0  # they attend to all
         return int(np.max(np.flatnonzero(loss > DENSE_LOSS), initial=-1)) + 1
 
     def measured(self, lead: int, source: str) -> bool:

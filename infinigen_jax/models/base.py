@@ -13,6 +13,7 @@ e hidden size, f MLP width, v vocabulary.
 import dataclasses
 import functools
 import importlib
+from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -127,6 +128,15 @@ class ModelConfig:
         """Length of a sequence beyond which the keys of all its tokens differ; None for none."""
         longrope = self.rope is not None and self.rope.kind == "longrope"
         return self.rope.original_positions if self.rope is not None and longrope else None
+
+    def room(self, length: int) -> int:
+        """Return the most tokens by which a sequence of `length` cached tokens may grow."""
+        short = self.longest_short
+        return short + 1 - length if short and length <= short else self.max_positions - length
+
+    def fitting(self, most: int, prompts: Sequence[Sequence[int]]) -> int:
+        """Return `most`, or fewer new tokens if there is no room after the prompts; at least 1."""
+        return max(1, min(most, *(self.room(len(prompt)) for prompt in prompts)))
 
     @property
     def scale(self) -> float:

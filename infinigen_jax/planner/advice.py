@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from infinigen_jax.cache.row_format import row_format
-from infinigen_jax.errors import ParameterError
 from infinigen_jax.planner.forecast import Forecast, Planner
 from infinigen_jax.settings.engine import EngineOptions
 
@@ -88,10 +87,7 @@ def fits(planner: Planner, batch: int, context: int) -> bool:
         dataclasses.replace(planner.asked, weights=weights, dense_layers=dense, **leanest)
         for weights, dense in itertools.product(tried["weights"], tried["dense_layers"])
     )
-    try:
-        return any(planner.forecast(each, batch, context).fits for each in settings)
-    except ParameterError:  # too few tokens for a pool of this share
-        return False
+    return any(planner.forecast(each, batch, context).fits for each in settings)
 
 
 def choices(planner: Planner) -> dict[str, list[Any]]:

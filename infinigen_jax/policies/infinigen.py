@@ -27,6 +27,7 @@ from infinigen_jax.selection.select import Request, Rest
 from infinigen_jax.settings.policy import SOURCES, InfiniGenSettings
 from infinigen_jax.speculation.index import IndexFormat
 from infinigen_jax.speculation.query import (
+    choose_basis,
     choose_query,
     choose_source,
     mean_score,
@@ -69,6 +70,7 @@ class InfiniGen(InfiniGenSettings, Indexed):
         return layer < self.streamed_layers
 
     def fitted(self, model: "Model", in_place: bool, pooled: bool) -> "InfiniGen":
+        choose_basis(model, self.basis)  # refuses one that the model lacks
         query = self.query
         if query == "auto":
             query = "own" if in_place else choose_query(model, query)

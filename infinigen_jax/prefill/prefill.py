@@ -131,7 +131,7 @@ def chunk_for(decoder: Decoder, batch: int, tokens: int, most: int | None) -> in
     """Return the length of chunks of `batch` sequences, whose longest has `tokens` tokens.
 
     The cuts affect only the scales of quantised rows and attention to them. Such rows are cut at
-    the same places for any batch.
+    the same places for any lengths.
     """
     if decoder.pool is not None:
         most = tokens + 2 * CHUNK_UNIT

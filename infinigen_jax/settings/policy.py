@@ -6,7 +6,7 @@ Settings of other policies are in the policy's file. They follow its name: `ques
 import dataclasses
 import math
 
-from infinigen_jax.numeric import OneOf, Range, number, share, whole_number
+from infinigen_jax.numeric import LEAST_SHARE, OneOf, Range, number, share, whole_number
 from infinigen_jax.settings.setting import Settings, setting
 
 INDEX_DTYPES = ("auto", "float32", "bfloat16", "int4")
@@ -77,7 +77,7 @@ class InfiniGenSettings(BudgetSettings):
         "fetch rows that score within A of the best; the paper: 4 for OPT, 5 for LLaMA; inf: by "
         "the budget alone",
         "A",
-        number(0, math.inf),
+        number(LEAST_SHARE, math.inf),
     )
     partial_ratio: float = setting(
         0.75, "share of a key's columns in the index, rounded up to whole words", "R", share()

@@ -96,13 +96,12 @@ class Pool(Settings):
 
     def slots(self, tokens: int, sinks: int, window: int) -> int:
         """Return the number of slots for a run."""
-        if self.tokens is not None:
-            slots = min(self.tokens, tokens)
-        else:
-            assert self.share is not None
-            slots = int(Fraction(self.share).limit_denominator(10**6) * tokens)
-        least = window + max(0, self.sinks - sinks)
-        if slots < min(tokens, least):
+        least = min(tokens, window + max(0, self.sinks - sinks))
+        if self.share is not None:  # of few tokens it is too small
+            return max(least, int(Fraction(self.share).limit_denominator(10**6) * tokens))
+        assert self.tokens is not None
+        slots = min(self.tokens, tokens)
+        if slots < least:
             raise ParameterError(
                 "pool.tokens",
                 f"{slots} rows of {tokens} tokens are too few for a window of {window} recent "

@@ -177,7 +177,9 @@ def test_limits():
     assert Pool(tokens=2000).slots(1000, 4, 32) == 1000
     assert Pool(share=0.8).slots(1023, 4, 32) == 818 and Pool(share=1.0).slots(9, 4, 32) == 9
     assert Pool(tokens=32).slots(1000, 4, 32) == 32
-    for pool, sinks in ((Pool(tokens=31), 4), (Pool(tokens=35), 0), (Pool(share=0.03), 4)):
+    for tokens, share, sinks, slots in ((1000, 0.03, 0, 36), (30, 0.8, 4, 30), (39, 0.8, 4, 32)):
+        assert Pool(share=share).slots(tokens, sinks, 32) == slots  # as many as the window needs
+    for pool, sinks in ((Pool(tokens=31), 4), (Pool(tokens=35), 0)):
         with pytest.raises(InputError, match=r"pool\.tokens .* use at least 3[26]"):
             pool.slots(1000, sinks, 32)
     assert Pool.of_limit(0.8) == Pool(share=0.8) and Pool.of_limit(12) == Pool(tokens=12)

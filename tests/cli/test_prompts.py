@@ -4,8 +4,6 @@ import argparse
 import dataclasses
 import io
 import sys
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from runtime import random_model
@@ -13,7 +11,6 @@ from runtime import random_model
 from infinigen_jax.cli.prompts import (
     ANSWER_TOKENS,
     NEW_TOKENS,
-    fitting,
     prepare_prompts,
     read_stdin,
 )
@@ -88,23 +85,6 @@ def test_prompts_without_a_template(tokenizer):
         assert given == (expected, 0, NEW_TOKENS, True)
     with pytest.raises(InputError, match="system: no chat template"):
         prepared(tokenizer, None, system="Be brief.")
-
-
-@pytest.mark.parametrize(
-    "short, lengths, most",
-    [
-        (None, [10, 60], 40),
-        (None, [10, 20], 64),
-        (None, [100], 1),
-        (80, [10, 70], 11),
-        (80, [80], 1),
-        (80, [81], 19),
-    ],
-)
-def test_the_default_is_what_the_model_takes(short, lengths, most):
-    """100 positions; texts of up to `short` tokens may not grow beyond."""
-    config: Any = SimpleNamespace(max_positions=100, longest_short=short)
-    assert fitting(64, [[7] * length for length in lengths], config) == most
 
 
 def test_tokens_that_end_a_turn(tokenizer):

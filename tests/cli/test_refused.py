@@ -104,6 +104,7 @@ EVALUATE = {
     "retrieval --haystack F --pairs": "--pairs",
 }
 CONVERT = {"": "required", "a b --skew odd": "--skew", "/missing out": "/missing: no such folder"}
+CONVERT["a b --skew none --calibration F"] = "--calibration: without --skew nothing is calibrated"
 CONVERT["tiny-llama out"] = "tiny-llama: an embedded model is converted already"
 SERVE = {
     f"--quiet --port 0 {line}": wanted

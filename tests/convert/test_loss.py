@@ -114,6 +114,9 @@ def test_the_layers_up_to_the_last_that_loses_much_stay_on_the_device():
     assert with_loss([0.02, 0.06, 0.0], [0.02, 0.06, 0.04]).dense_layers(ahead=False) == 2
     assert with_loss([0.02, 0.06, 0.0], [0.02, 0.06, 0.04]).dense_layers(ahead=True) == 3
     assert with_loss([0.02, 0.02, 0.02], [0.02, 0.02, 0.02]).dense_layers(ahead=True) == 0
+    sliding = with_loss([0.02, 0.06, 0.0], [0.02, 0.06, 0.0])  # layer 1 attends to all of its rows
+    config = dataclasses.replace(sliding.config, sliding_window=8, sliding_layers=(1,))
+    assert dataclasses.replace(sliding, config=config).dense_layers(ahead=False) == 0
     late = [0.0] * checkpoint.DENSE_AMONG + [0.5]
     assert with_loss(late, late).dense_layers(ahead=True) == 0
     assert random_model("three").dense_layers(ahead=True) == checkpoint.DENSE_UNKNOWN

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
-from runtime import SPARSE, engine, numbers, random_model
+from runtime import SPARSE, engine, long_rope, numbers, random_model
 from tiny import logits_of
 from transformers import AutoTokenizer
 
@@ -62,6 +62,19 @@ def test_contexts_that_are_too_long_lose_their_beginning():
     assert scores[0, 0] == pytest.approx(value, abs=1e-3)
     with pytest.raises(InputError, match="has 256 tokens, and the model 256 positions"):
         likelihoods(engine("one", Full()), [Continuation([3], numbers(256))], 1)
+
+
+def test_texts_whose_keys_would_rotate_differently():
+    """A short context makes room for the text; a long one is kept, in a batch of its own."""
+    made = Engine(long_rope("one", 32), policy=Full())
+    short, long = Continuation(numbers(30), numbers(6)), Continuation(numbers(50), numbers(6))
+    scores, _ = likelihoods(made, [short, long], 2)
+    cut = Continuation(short.context[-26:], short.text)
+    assert scores[0, 0] == pytest.approx(expected(random_model("one"), cut)[0], abs=1e-3)
+    alone, _ = likelihoods(made, [long], 1)
+    assert scores[1, 0] == pytest.approx(alone[0, 0], abs=1e-3)
+    with pytest.raises(InputError, match="has 34 tokens, and the model 32 positions"):
+        likelihoods(made, [Continuation(numbers(1), numbers(34))], 1)
 
 
 def test_contexts_and_texts_are_told_apart():
@@ -120,7 +133,7 @@ def test_the_harness():
     (total,) = lm.loglikelihood_rolling([Request(("A word.",))], disable_tqdm=True)
     assert found[1][0] == pytest.approx(total, abs=1e-3)
     asked = [Request(("Once upon a", {"until": ["a"], "max_gen_toks": 8})), Request(("It", {}))]
-    lm.positions = 64
+    lm.growing = 64
     first, second = lm.generate_until(asked, disable_tqdm=True)
     texts = Engine(model, policy=Full()).generate(["Once upon a", "It"], max_new_tokens=32).texts
     short = Engine(model, policy=Full()).generate(["Once upon a"], max_new_tokens=8).texts[0]
@@ -129,6 +142,7 @@ def test_the_harness():
     assert behind_nothing
     with pytest.raises(InputError, match="do_sample"):
         lm.generate_until([Request(("It", {"do_sample": True}))], disable_tqdm=True)
-    made: Any = InfiniGenLM(policy="quest", page=8, budget=0.2, device="cpu", batch_size="auto")
-    policy = made.engine.decoder.policy
-    assert (policy.budget, policy.page, made.batch) == (0.2, 8, 8)
+    for name in ("quest", "infinigen_jax.policies.quest:Quest"):
+        made: Any = InfiniGenLM(policy=name, page=8, budget=0.2, device="cpu", batch_size="auto")
+        policy = made.engine.decoder.policy
+        assert (policy.budget, policy.page, made.batch) == (0.2, 8, 8)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,8 @@ from transformers import AutoTokenizer
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.stats import fraction, rows_per_step
 from infinigen_jax.errors import InputError
+from infinigen_jax.evaluation.answers import answer
+from infinigen_jax.evaluation.recall import study_windows
 from infinigen_jax.evaluation.report import table
 from infinigen_jax.evaluation.scoring import score_windows
 from infinigen_jax.evaluation.statistics import Compared, divergence, statistics
@@ -109,8 +113,15 @@ def test_a_model_that_gives_no_numbers():
     model = random_model("one")
     filled = jax.tree.map(lambda x: jnp.full_like(x, math.nan), model.params["embedding"])
     broken = dataclasses.replace(model, params=model.params | {"embedding": filled})
-    with pytest.raises(InputError, match="not finite"):
-        score_windows(Engine(broken, policy=SPARSE), WINDOWS, CONTEXT, batch=2)
+    made, settings = Engine(broken, policy=SPARSE), {"context": CONTEXT, "chunk": 8, "batch": 2}
+    measures: list[Callable[[], Any]] = [
+        lambda: score_windows(made, WINDOWS, CONTEXT, batch=2),
+        lambda: study_windows(made, WINDOWS, settings),
+        lambda: answer(made, WINDOWS.tolist(), 1, 2, 2),
+    ]
+    for measure in measures:
+        with pytest.raises(InputError, match="not finite"):
+            measure()
 
 
 # Statistics.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from runtime import SPARSE, random_model
+from runtime import SPARSE, long_rope, random_model
 from test_families import YARN
 from tiny import LLAMA
 
@@ -17,13 +17,26 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.models import ModelConfig, config_from_hf
 
 
+@pytest.mark.parametrize(
+    "short, lengths, most",
+    [
+        (None, [10, 60], 40),
+        (None, [10, 20], 64),
+        (None, [100], 1),
+        (80, [10, 70], 11),
+        (80, [80], 1),
+        (80, [81], 19),
+    ],
+)
+def test_new_tokens_that_a_model_takes(short, lengths, most):
+    """100 positions; texts of up to `short` tokens may not grow beyond."""
+    config = (long_rope("one", short) if short else random_model("one")).config
+    config = dataclasses.replace(config, max_positions=100)
+    assert config.fitting(64, [[7] * length for length in lengths]) == most
+
+
 def test_a_sequence_does_not_grow_out_of_its_frequencies():
-    model = random_model("one")
-    assert model.config.rope is not None
-    factors = {"short_factors": (1.0,) * 4, "long_factors": (2.0,) * 4}
-    rope = dataclasses.replace(model.config.rope, kind="longrope", original_positions=32, **factors)
-    config = dataclasses.replace(model.config, rope=rope)
-    made = Engine(dataclasses.replace(model, config=config), policy=SPARSE, dense_layers=0)
+    made = Engine(long_rope("one", 32), policy=SPARSE, dense_layers=0)
     with pytest.raises(InputError, match="a prompt of 27 would grow beyond; give at most 6 new"):
         made.generate([[3] * 27, [3] * 40], max_new_tokens=7)
     with pytest.raises(InputError, match="context 40: give 2 to 32"):
