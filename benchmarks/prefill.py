@@ -30,7 +30,7 @@ from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.memory_plan import plan_cache
 from infinigen_jax.engine.prompts import round_up_capacity
 from infinigen_jax.ops.span import Span
-from infinigen_jax.prefill.compiled import cache_steps, chunk_steps
+from infinigen_jax.prefill import compiled
 from infinigen_jax.prefill.prefill import chunk_for
 
 PEAK = ("temporaries", "resident", "dense")  # parts of the peak, without weights and index
@@ -154,7 +154,7 @@ def temporaries(engine: Engine, chunk: int, capacity: int, batch: int = 1) -> li
 def chunk_programs(engine: Engine, chunk: int, capacity: int, batch: int = 1) -> list[Any]:
     """Return the lowered programs that read a chunk, the host layer's first."""
     decoder, weights = engine.decoder, engine.weights
-    caches, chunks = cache_steps(decoder), chunk_steps(decoder.of_chunks)
+    chunks = decoder.of_chunks
     config, stored = decoder.config, decoder.row_format
     at = Placement(decoder.mesh)
 
@@ -163,7 +163,9 @@ def chunk_programs(engine: Engine, chunk: int, capacity: int, batch: int = 1) ->
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
         )
 
-    empty = caches.empty.trace(batch=batch, capacity=capacity, slots=capacity).out_info
+    empty = (
+        compiled.empty.of(decoder).trace(batch=batch, capacity=capacity, slots=capacity).out_info
+    )
     lengths = shaped(empty.lengths, at.batch)
     cache = shaped(empty._replace(lengths=None), at.rows)
     k, w = config.num_kv_heads, 2 * config.head_dim
@@ -176,10 +178,11 @@ def chunk_programs(engine: Engine, chunk: int, capacity: int, batch: int = 1) ->
     span, layers = Span(lengths, lengths), weights.params["layers"]
     first = decoder.on_host[0]
     lowered = [
-        chunks.host_layer.lower(
-            layers[first], x, cache.scales[0], host, layer_number, span, lengths
+        compiled.host_layer.of(chunks).lower(
+            *(layers[first], x, cache.scales[0], host, layer_number, span, lengths),
+            observed=False,
         ),
-        caches.keep.lower(
+        compiled.keep.of(decoder).lower(
             weights.policy[0],
             rows,
             span,
@@ -193,8 +196,10 @@ def chunk_programs(engine: Engine, chunk: int, capacity: int, batch: int = 1) ->
     ]
     if first > 0:
         lowered += [
-            chunks.device_layer.lower(layers[0], x, cache.local[0], span, lengths, window=None),
-            chunks.keep_on_device.lower(cache.local[0], rows, span),
+            compiled.device_layer.of(chunks).lower(
+                layers[0], x, cache.local[0], span, lengths, window=None
+            ),
+            compiled.keep_on_device.of(chunks).lower(cache.local[0], rows, span),
         ]
     return lowered
 

@@ -20,7 +20,7 @@ from infinigen_jax.engine.generation import Run
 from infinigen_jax.loading.load import Basis, Model
 from infinigen_jax.models import ModelConfig, Params, blueprint, config_from_hf, random_params
 from infinigen_jax.policies import InfiniGen, Policy
-from infinigen_jax.prefill.compiled import cache_steps
+from infinigen_jax.prefill.compiled import empty
 from infinigen_jax.skew.tail_moments import block_products
 
 HF: dict[str, dict[str, Any]] = {
@@ -280,8 +280,7 @@ def large_cache(decoder: Decoder, capacity: int, batch: int = 1) -> Cache:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
         )
 
-    empty = cache_steps(decoder).empty
-    cache: Any = empty.trace(batch=batch, capacity=capacity, slots=capacity).out_info
+    cache: Any = empty.of(decoder).trace(batch=batch, capacity=capacity, slots=capacity).out_info
     lengths = shaped(cache.lengths, at.batch)
     shape = (decoder.host_layers, batch, decoder.config.num_kv_heads, capacity, stored.width)
     host = jax.ShapeDtypeStruct(shape, stored.storage, sharding=at.host)

@@ -15,7 +15,6 @@ A step only reads the host cache and the policy's state. New rows go to the ring
 `flush` writes the ring to the host in one donated update every `window` steps.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -49,7 +48,6 @@ from infinigen_jax.policies.base import Lookup
 from infinigen_jax.selection.select import Request
 
 
-@dataclasses.dataclass(frozen=True)
 class Decoder(Layout):
     """Pure functions of a decode step, for one layout."""
 

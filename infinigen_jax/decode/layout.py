@@ -55,6 +55,13 @@ class Layout:
             self, policy=Full(), dense_layers=0, hot_set=0.0, pool=None, curves=None
         )
 
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+
+    def __hash__(self) -> int:
+        return self._hash  # of many settings, for programs are looked up by decoder
+
     @property
     def blueprint(self) -> Blueprint:
         return blueprint(self.config, self.dtype)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Int
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.decode.steps import Watch
-from infinigen_jax.engine.batching import admission
+from infinigen_jax.engine.batching import insert, rest
 from infinigen_jax.engine.dispatch import Dispatcher, Stepped
 from infinigen_jax.engine.runtime import Runtime
 
@@ -36,7 +36,6 @@ class Batch(abc.ABC):
     def __init__(self, runtime: Runtime, cached: np.ndarray):
         self.runtime, self.decoder, self.cached = runtime, runtime.decoder, cached
         self.dispatcher, self._at = Dispatcher(runtime), Placement(runtime.mesh)
-        self._admission = admission(self.decoder)
         self._since_flush, self._left = 0, False
 
     @property
@@ -80,12 +79,13 @@ class Batch(abc.ABC):
         if self.idle.all():
             self._since_flush = 0
         at = jax.device_put(np.int32(sequence), self._at.whole)
-        self.cache, others = self._admission.insert(self.cache, others, one, new, at)
+        self.cache, others = insert(self.decoder, self.cache, others, one, new, at)
         self.cached = np.where(np.arange(len(self.cached)) == sequence, tokens, self.cached)
         return others
 
     def rest(self) -> None:
         """Set the lengths of idle sequences to 0, so that they never fill the cache."""
         idle = jax.device_put(self.idle, self._at.batch)
-        self.cache = self.cache._replace(lengths=self._admission.rest(self.cache.lengths, idle))
+        lengths = rest(self.decoder, self.cache.lengths, idle)
+        self.cache = self.cache._replace(lengths=lengths)
         self.cached, self._left = np.where(self.idle, 0, self.cached), False

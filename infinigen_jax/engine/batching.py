@@ -1,9 +1,8 @@
 """Continuous batching: a waiting prompt replaces one that has ended; see `engine.batch`."""
 
 import collections
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +12,14 @@ from jaxtyping import Array, Bool, Int, Shaped
 
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import (
-    Placement,
     read_block,
     read_sequence,
     shared_slots,
     write_block,
 )
+from infinigen_jax.decode.compiled import compiled
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.layer_rows import STREAM_BLOCK
-from infinigen_jax.programs.program import Program
 
 IDLE = -1
 
@@ -69,50 +67,45 @@ class Owners:
         return (owner != IDLE) & (age < steps_of[owner]), cached
 
 
-class Admission(NamedTuple):
-    """Compiled changes of a batch; the cache that is written is donated.
+def _cache_shardings(at: Any) -> Cache:
+    return Cache(at.host, at.rows, at.rows, at.batch, at.rows, at.rows, at.rows)
 
-    `insert` replaces a sequence, also in other arrays, by that of a cache of the same capacity.
-    `extract` copies one into a cache of its own, whose host array is given; all its rows are on the
-    host and none are shared.
+
+@compiled(lambda at: (_cache_shardings(at), at.batch), donate_argnums=0)
+def insert(
+    decoder: Decoder, cache: Cache, others: Any, one: Cache, new: Any, sequence: Int[Array, ""]
+) -> tuple[Cache, Any]:
+    """Replace a sequence, also in other arrays, by that of a cache of the same capacity.
+
+    The cache is donated.
+    """
+    host = cache.host
+    if host is not None:
+        assert one.host is not None
+        shared = shared_slots(one.host, 1)
+        count = one.lengths[0] - shared
+        host = copy_sequence(host, one.host, sequence, jnp.int32(shared), count, decoder)
+    rest = put_sequence(cache._replace(host=None), one._replace(host=None), sequence)
+    return rest._replace(host=host), put_sequence(others, new, sequence)
+
+
+@compiled(lambda at: (_cache_shardings(at), at.batch), donate_argnums=0)
+def extract(
+    decoder: Decoder, host: Any, cache: Cache, others: Any, sequence: Int[Array, ""]
+) -> tuple[Cache, Any]:
+    """Copy a sequence into a cache of its own, whose `host` array is given and donated.
+
+    All its rows are on the host and none are shared.
     """
 
-    insert: Any
-    extract: Any
-    rest: Any
+    def read(layer: Array, start: Array, size: int) -> Array:
+        assert cache.host is not None
+        return read_sequence(cache.host, layer, sequence, start, size, decoder.mesh)
 
-
-@functools.lru_cache(maxsize=64)
-def admission(decoder: Decoder) -> Admission:
-    """Return the compiled functions of a decoder."""
-
-    def insert(cache: Cache, others: Any, one: Cache, new: Any, sequence: Int[Array, ""]) -> tuple:
-        host = cache.host
-        if host is not None:
-            assert one.host is not None
-            shared = shared_slots(one.host, 1)
-            count = one.lengths[0] - shared
-            host = copy_sequence(host, one.host, sequence, jnp.int32(shared), count, decoder)
-        rest = put_sequence(cache._replace(host=None), one._replace(host=None), sequence)
-        return rest._replace(host=host), put_sequence(others, new, sequence)
-
-    def extract(host: Any, cache: Cache, others: Any, sequence: Int[Array, ""]) -> tuple:
-        def read(layer: Array, start: Array, size: int) -> Array:
-            assert cache.host is not None
-            return read_sequence(cache.host, layer, sequence, start, size, decoder.mesh)
-
-        if host is not None:
-            host = _copy_blocks(host, jnp.int32(0), cache.lengths[sequence], read, decoder)
-        rest = take_sequence(cache._replace(host=None), sequence)
-        return rest._replace(host=host), take_sequence(others, sequence)
-
-    at: Any = Placement(decoder.mesh)
-    cache = Cache(at.host, at.rows, at.rows, at.batch, at.rows, at.rows, at.rows)
-    return Admission(
-        insert=jax.jit(insert, donate_argnums=0, out_shardings=(cache, at.batch)),
-        extract=jax.jit(extract, donate_argnums=0, out_shardings=(cache, at.batch)),
-        rest=Program(rest, (), at.batch),
-    )
+    if host is not None:
+        host = _copy_blocks(host, jnp.int32(0), cache.lengths[sequence], read, decoder)
+    rest = take_sequence(cache._replace(host=None), sequence)
+    return rest._replace(host=host), take_sequence(others, sequence)
 
 
 def take_sequence(batch: Any, sequence: Int[Array, ""]) -> Any:
@@ -170,6 +163,7 @@ def _copy_blocks(
     return lax.fori_loop(jnp.int32(0), layers * blocks, copy, host)
 
 
-def rest(lengths: Int[Array, " b"], idle: Bool[Array, " b"]) -> Int[Array, " b"]:
+@compiled(lambda at: at.batch)
+def rest(decoder: Decoder, lengths: Int[Array, " b"], idle: Bool[Array, " b"]) -> Int[Array, " b"]:
     """Set the lengths of idle sequences to 0: they fetch nothing and never fill the cache."""
     return jnp.where(idle, 0, lengths)

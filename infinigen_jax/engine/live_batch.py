@@ -16,6 +16,7 @@ from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement, allocate_host
 from infinigen_jax.decode.steps import Watch, steps
 from infinigen_jax.engine.batch import Batch
+from infinigen_jax.engine.batching import extract
 from infinigen_jax.engine.dispatch import Stepped
 from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.engine.sequence_budgets import SequenceBudgets
@@ -177,7 +178,7 @@ class OpenBatch(Batch):
                 shape = (cache.host.shape[0], 1, *cache.host.shape[2:])
                 host = allocate_host(shape, cache.host.dtype, self.runtime.mesh)
             at = jax.device_put(np.int32(sequence), self._at.whole)
-            cache, newest = self._admission.extract(host, cache, newest, at)
+            cache, newest = extract(self.decoder, host, cache, newest, at)
         self.leave(sequence)
         return Single(cache, tokens, newest, budget, room)
 

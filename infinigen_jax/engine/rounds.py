@@ -21,7 +21,7 @@ from infinigen_jax.engine.dispatch import Dispatcher
 from infinigen_jax.engine.draft_length import DraftLength, size_of
 from infinigen_jax.engine.sampler import Draws, Sampler
 from infinigen_jax.engine.undo import restore, save
-from infinigen_jax.engine.verdict import Verdict, verdict_steps
+from infinigen_jax.engine.verdict import Verdict, begin, draft, judge
 from infinigen_jax.prefill.verification import Verified, commit, verify
 from infinigen_jax.sampling import LogProbs
 
@@ -91,7 +91,6 @@ class Rounds:
         fixed = runtime.settings.draft_tokens is not None
         self.length = length or DraftLength(most, fixed, ages=changing)
         self.seconds = [0.0, 0.0]
-        self._steps = verdict_steps(batch.decoder)
         self.drafts = Dispatcher(runtime, drafts=True)
         self._numbers = [self.put(np.int32(i), self._at.whole) for i in range(most + 1)]
 
@@ -131,7 +130,7 @@ class Rounds:
     def _draft(self, given: Given, count: int, watch: Watch | None = None) -> Drafted:
         """Dispatch a draft and undo its traces in the cache, without waiting."""
         batch, decoder, token = self._batch, self._decoder, given.last
-        tokens = self._steps.begin(token, size=size_of(self.length.most))
+        tokens = begin(decoder, token, size=size_of(self.length.most))
         saved = save(decoder, batch.cache) if count else None
         counts, places, records = [], [], []
         for number in self._numbers[1 : count + 1]:
@@ -141,7 +140,7 @@ class Rounds:
             places += stepped.place
             records.append(stepped.records)
             logits, best = stepped.logits, stepped.best
-            token, tokens = self._steps.draft(tokens, number, logits, best, given.draws)
+            token, tokens = draft(decoder, tokens, number, logits, best, given.draws)
         if saved is not None:
             batch.cache = restore(decoder, batch.cache, saved)
         return Drafted(tokens, count, token, counts, places, records)
@@ -156,7 +155,7 @@ class Rounds:
         verified = verify(*cached, drafted.tokens, size, places)
         active = self.put(~batch.idle & (not warm_up))
         inputs = drafted.tokens, given.room, active, given.ends, given.draws
-        verdict = self._steps.judge(embedding, verified.x, *inputs)
+        verdict = judge(self._decoder, embedding, verified.x, *inputs)
         return Judged(given, drafted, verified, verdict, places)
 
     def read(self, judged: Judged) -> np.ndarray:

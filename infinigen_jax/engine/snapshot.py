@@ -8,7 +8,6 @@ Hot sets are excluded: they affect transfers, never results. Rows of two-byte fl
 stores as integers (see `ops.bit_storage`) are floats in the file.
 """
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement, write_block
 from infinigen_jax.cache.layers import DenseLayer
+from infinigen_jax.decode.compiled import compiled
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.layer_rows import STREAM_BLOCK
 from infinigen_jax.engine.saved_file import Layout, SavedFile
@@ -99,15 +99,11 @@ def fill_layer(decoder: Decoder, host: Any, layer: int, rows: np.ndarray) -> Any
         piece = np.pad(piece, ((0, 0), (0, 0), (0, block - piece.shape[2]), (0, 0)))
         piece = piece.view(host.dtype)
         numbers = (jax.device_put(np.int32(i), at.whole) for i in (layer, start))
-        host = row_writer(decoder)(host, *numbers, jax.device_put(piece, at.rows))
+        host = write_rows(decoder, host, *numbers, jax.device_put(piece, at.rows))
     return host
 
 
-@functools.lru_cache(maxsize=16)
-def row_writer(decoder: Decoder) -> Any:
-    """Return the compiled `write_block` of a cache of one sequence."""
-
-    def write(host: Any, layer: Any, start: Any, rows: Any) -> Any:
-        return write_block(host, layer, jnp.int32(0), start, rows, decoder.mesh)
-
-    return jax.jit(write, donate_argnums=0, out_shardings=Placement(decoder.mesh).host)
+@compiled(lambda at: at.host, donate_argnums=0)
+def write_rows(decoder: Decoder, host: Any, layer: Any, start: Any, rows: Any) -> Any:
+    """Write rows [m, k, n, w] of m layers, from `layer`, to a cache of one sequence."""
+    return write_block(host, layer, jnp.int32(0), start, rows, decoder.mesh)

@@ -7,7 +7,6 @@
 Hot sets stay: a draft of at most `window` steps requests only rows that were cached before it.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +14,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from infinigen_jax.cache.cache import Cache
-from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.cache.layers import DenseLayer, Local
+from infinigen_jax.decode.compiled import compiled
 from infinigen_jax.decode.layer import Decoder
-from infinigen_jax.programs.program import Program
 
 
 class Saved(NamedTuple):
@@ -33,7 +31,7 @@ def save(decoder: Decoder, cache: Cache) -> Saved:
     """Copy the arrays that decode steps destroy."""
     local = tuple(None if isinstance(x, DenseLayer) else x for x in cache.local)
     states = cache.states if decoder.policy.observes else ()
-    return _programs(decoder)[0](Saved(local, states, cache.lengths))
+    return _copied(decoder, Saved(local, states, cache.lengths))
 
 
 def restore(decoder: Decoder, cache: Cache, saved: Saved) -> Cache:
@@ -43,26 +41,21 @@ def restore(decoder: Decoder, cache: Cache, saved: Saved) -> Cache:
         local=tuple(local),
         states=saved.states or cache.states,
         lengths=saved.lengths,
-        hot=_programs(decoder)[1](cache.hot, saved.lengths) if any(cache.hot) else cache.hot,
+        hot=_no_later(decoder, cache.hot, saved.lengths) if any(cache.hot) else cache.hot,
     )
 
 
-@functools.lru_cache(maxsize=64)
-def _programs(decoder: Decoder) -> tuple[Any, Any]:
-    def copied(saved: Saved) -> Saved:
-        return jax.tree.map(jnp.copy, saved)
+@compiled(lambda at: Saved(at.rows, at.rows, at.batch))
+def _copied(decoder: Decoder, saved: Saved) -> Saved:
+    return jax.tree.map(jnp.copy, saved)
 
-    def no_later(hot: Any, lengths: Int[Array, " b"]) -> Any:
-        """Return hot sets whose entries were used before the next token.
 
-        `cache.hot_set.replacement` evicts the least recently used entry, and the current use must
-        be last.
-        """
-        newest = (lengths - 1)[:, None, None]
-        return tuple(x and x._replace(used=jnp.minimum(x.used, newest)) for x in hot)
+@compiled(lambda at: at.rows, donate_argnums=0)
+def _no_later(decoder: Decoder, hot: Any, lengths: Int[Array, " b"]) -> Any:
+    """Return hot sets whose entries were used before the next token.
 
-    at: Any = Placement(decoder.mesh)
-    return (
-        Program(copied, decoder, Saved(at.rows, at.rows, at.batch)),
-        Program(no_later, decoder, at.rows, donate_argnums=0),
-    )
+    `cache.hot_set.replacement` evicts the least recently used entry, and the current use must be
+    last.
+    """
+    newest = (lengths - 1)[:, None, None]
+    return tuple(x and x._replace(used=jnp.minimum(x.used, newest)) for x in hot)

@@ -10,19 +10,17 @@ token is accepted if it equals the one that the full model's logits give with th
 The tokens are thus those of the full model with this seed, whatever was drafted.
 """
 
-import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from infinigen_jax.cache.host_array import Placement
+from infinigen_jax.decode.compiled import compiled
 from infinigen_jax.decode.compiler_options import layer_options
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.engine.sampler import Draws
 from infinigen_jax.models import Params
-from infinigen_jax.programs.program import Program
 from infinigen_jax.sampling import History, sample, uniforms
 
 
@@ -46,79 +44,65 @@ class Verdict(NamedTuple):
     logits: Float[Array, "n v"]
 
 
-class VerdictSteps(NamedTuple):
-    """Compiled functions of a decoder.
-
-    `begin` returns the tokens to verify before any is drafted; `draft` draws a token and adds it to
-    them, which are donated; `judge` compares them with the full model's draws.
-    """
-
-    begin: Any
-    draft: Any
-    judge: Any
+@compiled(lambda at: at.batch, static_argnames="size")
+def begin(decoder: Decoder, last: Int[Array, " b"], *, size: int) -> Int[Array, "b n"]:
+    """Return the tokens to verify before any is drafted."""
+    return jnp.full((len(last), size), -1, jnp.int32).at[:, 0].set(last)
 
 
-@functools.lru_cache(maxsize=64)
-def verdict_steps(decoder: Decoder) -> VerdictSteps:
-    """Return the compiled functions of a decoder."""
+@compiled(lambda at: at.batch, donate_argnums=0)
+def draft(
+    decoder: Decoder,
+    tokens: Int[Array, "b c"],
+    place: Int[Array, ""],
+    logits: Float[Array, "b v"],
+    best: Int[Array, " b"],
+    draws: Draws | None,
+) -> tuple[Int[Array, " b"], Int[Array, "b c"]]:
+    """Draw a token and add it to those to verify, which are donated."""
+    new = best
+    if draws is not None:
+        history, before = draws.history, lax.iota(jnp.int32, tokens.shape[1])
+        if history is not None:
+            known = (before >= 1) & (before < place)
+            history = _with_tokens(history, tokens, jnp.broadcast_to(known, tokens.shape))
+        uniform = uniforms(draws.settings.seed, draws.stream, draws.count + place - 1)
+        new = sample(logits, draws.settings, uniform, history)
+    return new, lax.dynamic_update_slice(tokens, new[:, None], (jnp.int32(0), place))
 
-    def begin(last: Int[Array, " b"], *, size: int) -> Int[Array, "b n"]:
-        return jnp.full((len(last), size), -1, jnp.int32).at[:, 0].set(last)
 
-    def draft(
-        tokens: Int[Array, "b c"],
-        place: Int[Array, ""],
-        logits: Float[Array, "b v"],
-        best: Int[Array, " b"],
-        draws: Draws | None,
-    ) -> tuple[Int[Array, " b"], Int[Array, "b c"]]:
-        new = best
-        if draws is not None:
-            history, before = draws.history, lax.iota(jnp.int32, tokens.shape[1])
-            if history is not None:
-                known = (before >= 1) & (before < place)
-                history = _with_tokens(history, tokens, jnp.broadcast_to(known, tokens.shape))
-            uniform = uniforms(draws.settings.seed, draws.stream, draws.count + place - 1)
-            new = sample(logits, draws.settings, uniform, history)
-        return new, lax.dynamic_update_slice(tokens, new[:, None], (jnp.int32(0), place))
-
-    def judge(
-        params: Params,
-        x: Float[Array, "b c e"],
-        tokens: Int[Array, "b n"],
-        room: Int[Array, " b"],
-        active: Bool[Array, " b"],
-        ends: Int[Array, " n"],
-        draws: Draws | None,
-    ) -> Verdict:
-        tokens = tokens[:, : x.shape[1]]
-        logits = decoder.logits(params, x).astype(jnp.float32)
-        drawn = lax.argmax(logits, 2, jnp.int32) if draws is None else draw_all(logits, draws)
-        c = tokens.shape[1]
-        place = lax.iota(jnp.int32, c)[None]
-        agrees = (drawn[:, :-1] == tokens[:, 1:]).astype(jnp.int32)
-        accepted = jnp.sum(jnp.cumprod(agrees, axis=1), axis=1, dtype=jnp.int32)
-        end = jnp.any(drawn[:, :, None] == ends[None, None], axis=2)
-        first_end = jnp.min(jnp.where(end, place, c), axis=1)
-        room = jnp.where(active, room, 0)
-        count = jnp.minimum(jnp.minimum(accepted, first_end) + 1, room)
-        newest = jnp.take_along_axis(drawn, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
-        last = jnp.where(count > 0, newest, tokens[:, 0])
-        left = jnp.where(first_end < count, 0, room - count)
-        if draws is not None:
-            history = draws.history
-            if history is not None:
-                history = _with_tokens(history, drawn, place < count[:, None])
-            draws = draws._replace(count=draws.count + count, history=history)
-        return Verdict(drawn, count, last, left, draws, logits.reshape(-1, logits.shape[2]))
-
-    at: Any = Placement(decoder.mesh)
-
-    return VerdictSteps(
-        begin=Program(begin, decoder, at.batch, static_argnames="size"),
-        draft=Program(draft, decoder, at.batch, donate_argnums=0),
-        judge=Program(judge, decoder, at.batch, compiler_options=layer_options(decoder)),
-    )
+@compiled(lambda at: at.batch, layer_options)
+def judge(
+    decoder: Decoder,
+    params: Params,
+    x: Float[Array, "b c e"],
+    tokens: Int[Array, "b n"],
+    room: Int[Array, " b"],
+    active: Bool[Array, " b"],
+    ends: Int[Array, " m"],
+    draws: Draws | None,
+) -> Verdict:
+    """Compare the tokens to verify with the full model's draws."""
+    tokens = tokens[:, : x.shape[1]]
+    logits = decoder.logits(params, x).astype(jnp.float32)
+    drawn = lax.argmax(logits, 2, jnp.int32) if draws is None else draw_all(logits, draws)
+    c = tokens.shape[1]
+    place = lax.iota(jnp.int32, c)[None]
+    agrees = (drawn[:, :-1] == tokens[:, 1:]).astype(jnp.int32)
+    accepted = jnp.sum(jnp.cumprod(agrees, axis=1), axis=1, dtype=jnp.int32)
+    end = jnp.any(drawn[:, :, None] == ends[None, None], axis=2)
+    first_end = jnp.min(jnp.where(end, place, c), axis=1)
+    room = jnp.where(active, room, 0)
+    count = jnp.minimum(jnp.minimum(accepted, first_end) + 1, room)
+    newest = jnp.take_along_axis(drawn, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    last = jnp.where(count > 0, newest, tokens[:, 0])
+    left = jnp.where(first_end < count, 0, room - count)
+    if draws is not None:
+        history = draws.history
+        if history is not None:
+            history = _with_tokens(history, drawn, place < count[:, None])
+        draws = draws._replace(count=draws.count + count, history=history)
+    return Verdict(drawn, count, last, left, draws, logits.reshape(-1, logits.shape[2]))
 
 
 def draw_all(logits: Float[Array, "b c v"], draws: Draws) -> Int[Array, "b c"]:

@@ -35,7 +35,7 @@ from infinigen_jax.decode.steps import flush_cache, host_numbers, steps
 from infinigen_jax.errors import InputError
 from infinigen_jax.models import Params
 from infinigen_jax.ops.span import Span
-from infinigen_jax.prefill.compiled import cache_steps, chunk_steps
+from infinigen_jax.prefill import compiled as programs
 from infinigen_jax.transfer.host_weights import bring, merged
 
 CHUNK = 1024  # most tokens of a sequence in a chunk on the CPU
@@ -154,19 +154,18 @@ def empty_cache(
         stored = decoder.row_format
         shape = (decoder.host_layers, batch, decoder.config.num_kv_heads, slots, stored.width)
         host = allocate_host(shape, stored.storage, decoder.mesh)
-    cache = cache_steps(decoder).empty(batch=batch, capacity=capacity, slots=slots)
+    cache = programs.empty(decoder, batch=batch, capacity=capacity, slots=slots)
     return cache._replace(host=host)
 
 
 def _with_pool(decoder: Decoder, cache: Cache, lengths: np.ndarray) -> Cache:
     """Prepare the pools of an empty cache for these prompts."""
     assert cache.host is not None
-    programs, at = cache_steps(decoder), Placement(decoder.mesh)
-    placed = jax.device_put(lengths.astype(np.int32), at.batch)
-    pool = programs.pool(placed, slots=cache.host.shape[3])
+    placed = jax.device_put(lengths.astype(np.int32), Placement(decoder.mesh).batch)
+    pool = programs.pool(decoder, placed, slots=cache.host.shape[3])
     streams = [decoder.streams(number) for number in range(decoder.host_layers)]
     return cache._replace(
-        hot=tuple(None if s else programs.kept(pool) for s in streams),
+        hot=tuple(None if s else programs.kept(decoder, pool) for s in streams),
         pool=tuple(pool.copy() for _ in streams),
     )
 
@@ -219,14 +218,15 @@ def read_chunk(
     Returns:
         The cache, and the last layer's output for the last token of each sequence so far.
     """
-    programs, at = chunk_steps(decoder.of_chunks), Placement(decoder.mesh)
+    chunks, at = decoder.of_chunks, Placement(decoder.mesh)
     if last is None:
         zeros = np.zeros((len(tokens), decoder.config.hidden_size), decoder.dtype)
         last = jax.device_put(zeros, at.batch)
     span = Span(cache.lengths, jax.device_put(counts.astype(np.int32), at.batch))
-    x = programs.embed(weights.params["embedding"], jax.device_put(tokens, at.batch), span)
+    placed = jax.device_put(tokens, at.batch)
+    x = programs.embed(chunks, weights.params["embedding"], placed, span)
     x, cache = _layers(decoder, weights, cache, x, span, lengths, look)
-    newest, ends = programs.last(x, span, last)
+    newest, ends = programs.last_outputs(chunks, x, span, last)
     return cache._replace(lengths=ends), newest
 
 
@@ -243,7 +243,6 @@ class RowStore:
 
     def __init__(self, decoder: Decoder, weights: Weights, cache: Cache):
         self._decoder, self._policy, self._cache = decoder, weights.policy, cache
-        self._programs, self._chunks = cache_steps(decoder), chunk_steps(decoder.of_chunks)
         self.host = cache.host
         self.local, self.states = list(cache.local), list(cache.states)
         self.scales = list(cache.scales)
@@ -254,10 +253,12 @@ class RowStore:
         """Store a layer's rows; see `layer.keep_rows`."""
         number = self._decoder.host_number(layer)
         if number < 0:
-            self.local[layer] = self._chunks.keep_on_device(self.local[layer], rows, span)
+            chunks, local = self._decoder.of_chunks, self.local[layer]
+            self.local[layer] = programs.keep_on_device(chunks, local, rows, span)
             return
         kept = self.local[layer], self.states[number], self.scales[number], self.host
-        new = self._programs.keep(
+        new = programs.keep(
+            self._decoder,
             self._policy[number],
             rows,
             span,
@@ -306,7 +307,7 @@ def _layers(
     Reading prior rows and writing the chunk's rows are two programs: in one program XLA would
     copy the whole cache between them.
     """
-    programs, store = chunk_steps(decoder.of_chunks), RowStore(decoder, weights, cache)
+    chunks, store = decoder.of_chunks, RowStore(decoder, weights, cache)
     look = look or (lambda stage, x, start, count: None)
     look(0, x, *span)
 
@@ -315,14 +316,14 @@ def _layers(
         if number < 0:
             window = decoder.config.window_of(i)
             x, rows, upcoming = programs.device_layer(
-                params, x, store.local[i], span, lengths, stored, window=window
+                chunks, params, x, store.local[i], span, lengths, stored, window=window
             )
         else:
             at = host_numbers(decoder)[number]
             observed = decoder.policy.observes and not decoder.streams(number)
-            layer = programs.observed_layer if observed else programs.host_layer
-            x, rows, observations, upcoming = layer(
-                params, x, store.scales[number], store.host, at, span, lengths, stored
+            cached = store.scales[number], store.host, at, span, lengths
+            x, rows, observations, upcoming = programs.host_layer(
+                chunks, params, x, *cached, stored, observed=observed
             )
         store.keep(i, rows, span, observations)
         look(i + 1, x, *span)

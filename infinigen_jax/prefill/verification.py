@@ -10,15 +10,14 @@ its stored form later. Results therefore do not depend on the number of drafted 
 int8 rows.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from infinigen_jax.cache.cache import Cache
-from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.cache.layers import DenseLayer, Resident, Sliding
+from infinigen_jax.decode.compiled import compiled
 from infinigen_jax.decode.compiler_options import layer_options
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Weights
@@ -30,7 +29,6 @@ from infinigen_jax.prefill.layer import Done, device_rows, host_rows, layer_over
 from infinigen_jax.prefill.narrow_attention import Seen, attend_narrow
 from infinigen_jax.prefill.prefill import Look, RowStore, through_layers
 from infinigen_jax.prefill.prior_rows import Attended, PriorRows
-from infinigen_jax.programs.program import Program
 from infinigen_jax.transfer.host_weights import await_copy, start_next
 
 
@@ -50,19 +48,6 @@ class Verified(NamedTuple):
     observed: list[Observed | None]
 
 
-class VerificationSteps(NamedTuple):
-    """Compiled functions of verification; layers donate x, and nothing of the cache.
-
-    `mass` is the attention that a layer's rows receive from the accepted tokens.
-    """
-
-    embed: Any
-    device_layer: Any
-    host_layer: Any
-    mass: Any
-    advance: Any
-
-
 def verify(
     decoder: Decoder,
     weights: Weights,
@@ -78,10 +63,10 @@ def verify(
         tokens: the last drawn token and drafted ones; negative tokens are padding.
         size: number of leading tokens to compute.
     """
-    programs, start = verification_steps(decoder), cache.lengths
+    start = cache.lengths
     rows: list[Any] = []
     observed: list[Any] = []
-    x = programs.embed(weights.params["embedding"], tokens, start, size=size)
+    x = _embed(decoder, weights.params["embedding"], tokens, start, size=size)
     look = look or (lambda stage, x, start, count: None)
     counts = jnp.full_like(start, size)
     look(0, x, start, counts)
@@ -90,11 +75,12 @@ def verify(
         number = decoder.host_number(i)
         if number < 0:
             window = decoder.config.window_of(i)
-            x, new, upcoming = programs.device_layer(
-                params, x, cache.local[i], start, stored, window=window
+            x, new, upcoming = _device_layer(
+                decoder, params, x, cache.local[i], start, stored, window=window
             )
         else:
-            x, new, seen, upcoming = programs.host_layer(
+            x, new, seen, upcoming = _host_layer(
+                decoder,
                 params,
                 x,
                 cache.local[i],
@@ -121,100 +107,101 @@ def commit(
     accepted: Int[Array, " b"],
 ) -> Cache:
     """Store the rows of the leading accepted tokens, without waiting; the cache is donated."""
-    programs, store = verification_steps(decoder), RowStore(decoder, weights, cache)
+    store = RowStore(decoder, weights, cache)
     span = Span(verified.start, accepted)
     for i, rows in enumerate(verified.rows):
         number, observations = decoder.host_number(i), None
         if number >= 0:
             if (seen := verified.observed[number]) is not None:
                 at = host_numbers(decoder)[number]
-                mass = programs.mass(seen, rows, store.scales[number], store.host, at, span)
+                mass = _mass(decoder, seen, rows, store.scales[number], store.host, at, span)
                 observations = seen.queries, mass
         store.keep(i, rows, span, observations)
-    return store.cache()._replace(lengths=programs.advance(verified.start, accepted))
+    return store.cache()._replace(lengths=_advance(decoder, verified.start, accepted))
 
 
-@functools.lru_cache(maxsize=64)
-def verification_steps(decoder: Decoder) -> VerificationSteps:
-    """Return a decoder's compiled functions of verification."""
-    config, observes = decoder.config, decoder.policy.observes
+@compiled(lambda at: at.batch, static_argnames="size")
+def _embed(
+    decoder: Decoder,
+    params: Params,
+    tokens: Int[Array, "b n"],
+    start: Int[Array, " b"],
+    *,
+    size: int,
+) -> Float[Array, "b c e"]:
+    tokens = jnp.maximum(tokens[:, :size], 0)
+    # Padding may lie beyond the last position, where an embedding table would give NaN.
+    last = decoder.config.max_positions - 1
+    positions = jnp.minimum(Span(start, start).positions(size), last)
+    return decoder.blueprint.embedding(params).embed(tokens, positions)
 
-    def embed(
-        params: Params, tokens: Int[Array, "b n"], start: Int[Array, " b"], *, size: int
-    ) -> Float[Array, "b c e"]:
-        tokens = jnp.maximum(tokens[:, :size], 0)
-        # Padding may lie beyond the last position, where an embedding table would give NaN.
-        positions = jnp.minimum(Span(start, start).positions(size), config.max_positions - 1)
-        return decoder.blueprint.embedding(params).embed(tokens, positions)
 
-    def device_layer(
-        params: Params,
-        x: Float[Array, "b c e"],
-        local: DenseLayer | Sliding,
-        start: Int[Array, " b"],
-        stored: tuple[Params, ...],
-        *,
-        window: int | None,
-    ) -> tuple[Array, Array, Any]:
-        upcoming, x = start_next(stored, x)
-        prior = device_rows(local, Span(start, start), decoder.dtype)
-        done = _layer(decoder, params, x, start, [], prior, window)
-        upcoming, x = await_copy(upcoming, done.x)
-        return x, done.rows, upcoming
+@compiled(
+    lambda at: (at.batch, at.rows, at.whole),
+    layer_options,
+    static_argnames="window",
+    donate_argnums=1,
+)
+def _device_layer(
+    decoder: Decoder,
+    params: Params,
+    x: Float[Array, "b c e"],
+    local: DenseLayer | Sliding,
+    start: Int[Array, " b"],
+    stored: tuple[Params, ...],
+    *,
+    window: int | None,
+) -> tuple[Array, Array, Any]:
+    upcoming, x = start_next(stored, x)
+    prior = device_rows(local, Span(start, start), decoder.dtype)
+    done = _layer(decoder, params, x, start, [], prior, window)
+    upcoming, x = await_copy(upcoming, done.x)
+    return x, done.rows, upcoming
 
-    def host_layer(
-        params: Params,
-        x: Float[Array, "b c e"],
-        local: Resident,
-        scales: Any,
-        host: Shaped[Array, "l a k t w"],
-        number: Int[Array, ""],
-        start: Int[Array, " b"],
-        stored: tuple[Params, ...],
-    ) -> tuple[Array, Array, Observed | None, Any]:
-        upcoming, x = start_next(stored, x)
-        near = resident_rows(decoder, local, scales, start, x.shape[1])
-        prior = host_only_rows(decoder, host, number, scales, start)
-        done = _layer(decoder, params, x, start, near, prior)
-        upcoming, x = await_copy(upcoming, done.x)
-        seen = Observed(done.queries, done.attended.log_sum) if observes else None
-        return x, done.rows, seen, upcoming
 
-    def mass(
-        seen: Observed,
-        rows: Float[Array, "b k c w"],
-        scales: Any,
-        host: Shaped[Array, "l a k t w"],
-        number: Int[Array, ""],
-        span: Span,
-    ) -> Float[Array, "b k t"]:
-        keys = rows[..., : config.head_dim].swapaxes(1, 2)
-        prior, cap = host_rows(decoder, host, number, scales, span), config.attention_softcap
-        return attention_mass(seen.queries, keys, seen.log_sum, span, prior, cap)
+@compiled(lambda at: (at.batch, at.rows, at.batch, at.whole), layer_options, donate_argnums=1)
+def _host_layer(
+    decoder: Decoder,
+    params: Params,
+    x: Float[Array, "b c e"],
+    local: Resident,
+    scales: Any,
+    host: Shaped[Array, "l a k t w"],
+    number: Int[Array, ""],
+    start: Int[Array, " b"],
+    stored: tuple[Params, ...],
+) -> tuple[Array, Array, Observed | None, Any]:
+    upcoming, x = start_next(stored, x)
+    near = resident_rows(decoder, local, scales, start, x.shape[1])
+    prior = host_only_rows(decoder, host, number, scales, start)
+    done = _layer(decoder, params, x, start, near, prior)
+    upcoming, x = await_copy(upcoming, done.x)
+    observes = decoder.policy.observes
+    seen = Observed(done.queries, done.attended.log_sum) if observes else None
+    return x, done.rows, seen, upcoming
 
-    def advance(start: Int[Array, " b"], accepted: Int[Array, " b"]) -> Int[Array, " b"]:
-        return start + accepted
 
-    at: Any = Placement(decoder.mesh)
-    options: Any = {"compiler_options": layer_options(decoder)}
-    seen = Observed(at.batch, at.batch) if observes else None
+@compiled(lambda at: at.rows, layer_options)
+def _mass(
+    decoder: Decoder,
+    seen: Observed,
+    rows: Float[Array, "b k c w"],
+    scales: Any,
+    host: Shaped[Array, "l a k t w"],
+    number: Int[Array, ""],
+    span: Span,
+) -> Float[Array, "b k t"]:
+    """Return the attention that a layer's rows receive from the accepted tokens."""
+    keys = rows[..., : decoder.config.head_dim].swapaxes(1, 2)
+    prior, cap = host_rows(decoder, host, number, scales, span), decoder.config.attention_softcap
+    return attention_mass(seen.queries, keys, seen.log_sum, span, prior, cap)
 
-    return VerificationSteps(
-        embed=Program(embed, decoder, at.batch, static_argnames="size"),
-        device_layer=Program(
-            device_layer,
-            decoder,
-            (at.batch, at.rows, at.whole),
-            static_argnames="window",
-            donate_argnums=1,
-            **options,
-        ),
-        host_layer=Program(
-            host_layer, decoder, (at.batch, at.rows, seen, at.whole), donate_argnums=1, **options
-        ),
-        mass=Program(mass, decoder, at.rows, **options),
-        advance=Program(advance, decoder, at.batch),
-    )
+
+@compiled(lambda at: at.batch)
+def _advance(
+    decoder: Decoder, start: Int[Array, " b"], accepted: Int[Array, " b"]
+) -> Int[Array, " b"]:
+    return start + accepted
 
 
 def _layer(

@@ -25,8 +25,8 @@ from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.cache.layers import Resident
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.engine.live_batch import Reading, chunk_lengths
-from infinigen_jax.engine.snapshot import kept, row_writer
-from infinigen_jax.prefill.compiled import cache_steps
+from infinigen_jax.engine.snapshot import kept, write_rows
+from infinigen_jax.prefill import compiled
 from infinigen_jax.prefill.prefill import empty_cache
 
 
@@ -72,7 +72,7 @@ class PrefixCache:
         self._decoder, self._capacity, self._chunk, self._limit = decoder, capacity, chunk, limit
         self._root, self._nodes = Node(None, np.zeros(0, np.int32)), set[Node]()
         self._clock = itertools.count(1)
-        make = cache_steps(decoder).empty.trace
+        make = compiled.empty.of(decoder).trace
         traced = (make(batch=1, capacity=n, slots=n) for n in (capacity, 2 * capacity))
         small, large = (each.out_info for each in traced)
         # Later tokens change observations and the sums over tokens that leave the window.
@@ -163,7 +163,7 @@ class PrefixCache:
 
     def _fill(self, host: Any, chain: list[Node]) -> Any:
         """Write the rows of a chain of nodes to the host's array of one sequence."""
-        at, write = Placement(self._decoder.mesh), row_writer(self._decoder)
+        at = Placement(self._decoder.mesh)
         for node in chain:
             assert node.rows is not None
             start, rows = node.end - node.count, node.rows
@@ -175,7 +175,8 @@ class PrefixCache:
             if rows.shape[2] < size:
                 rows = np.pad(rows, ((0, 0), (0, 0), (0, size - rows.shape[2]), (0, 0)))
             first, place = (jax.device_put(np.int32(i), at.whole) for i in (0, start))
-            host = write(host, first, place, jax.device_put(rows, at.rows))
+            rows = jax.device_put(rows, at.rows)
+            host = write_rows(self._decoder, host, first, place, rows)
         return host
 
     def _evict(self) -> None:

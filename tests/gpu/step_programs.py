@@ -37,7 +37,7 @@ from infinigen_jax.models.rope import Rope
 from infinigen_jax.ops.span import Span
 from infinigen_jax.policies import InfiniGen
 from infinigen_jax.prefill import cudnn_attention as fused_attention
-from infinigen_jax.prefill.compiled import cache_steps, chunk_steps
+from infinigen_jax.prefill.compiled import empty, host_layer, keep, kept
 from infinigen_jax.selection.select import Request
 from infinigen_jax.settings.pool import Pool
 from infinigen_jax.transfer import Transfer, XlaTransfer
@@ -153,8 +153,7 @@ def weights(weights_on: str = "device", config: ModelConfig = CONFIG) -> Weights
 
 def _cache(made: Decoder | None = None) -> Cache:
     at, made = Placement(default_mesh()), made or decoder()
-    empty = cache_steps(made).empty
-    cache = empty.trace(batch=BATCH, capacity=CAPACITY, slots=CAPACITY).out_info
+    cache = empty.of(made).trace(batch=BATCH, capacity=CAPACITY, slots=CAPACITY).out_info
     host = (made.host_layers, BATCH, CONFIG.num_kv_heads, CAPACITY, 2 * CONFIG.head_dim)
     lengths = _placed(cache.lengths, at.batch)
     cache = _placed(cache._replace(lengths=None), at.rows)
@@ -285,10 +284,10 @@ def flush_pool() -> Program:
     policy = dataclasses.replace(POLICY, tail_tokens=0)
     limited = dataclasses.replace(decoder(), policy=policy, pool=Pool(tokens=CAPACITY))
     positions = _shaped((BATCH, CONFIG.num_kv_heads, CAPACITY), jnp.int32, at.rows)
-    kept = _placed(cache_steps(limited).kept.trace(positions).out_info, at.rows)
+    entries = _placed(kept.of(limited).trace(positions).out_info, at.rows)
     left = _shaped((BATCH, CONFIG.num_kv_heads, 1, CONFIG.head_dim), jnp.float32, at.rows)
     local = (*cache.local[:DENSE], *[x._replace(left=left) for x in cache.local[DENSE:]])
-    pooled = cache._replace(hot=(kept,) * on_host, pool=(positions,) * on_host, local=local)
+    pooled = cache._replace(hot=(entries,) * on_host, pool=(positions,) * on_host, local=local)
     return compile_for_gpu(steps(limited).flush_pool, weights().policy, pooled)
 
 
@@ -298,10 +297,10 @@ def prompt_layer(weights_on: str = "device", by_cudnn: bool = False) -> Program:
     at = Placement(default_mesh())
     cache, constant = _cache(), weights()
     upcoming = tuple(weights("host").params["layers"][-1:])
-    programs = chunk_steps.__wrapped__(decoder(weights_on=weights_on))  # traced again
+    program = host_layer.compile(decoder(weights_on=weights_on))  # traced again
     with cudnn_attention() if by_cudnn else contextlib.nullcontext():
         return compile_for_gpu(
-            programs.host_layer,
+            program,
             constant.params["layers"][DENSE],
             _shaped((BATCH, PROMPT, CONFIG.hidden_size), DTYPE, at.batch),
             SCALES,
@@ -310,6 +309,7 @@ def prompt_layer(weights_on: str = "device", by_cudnn: bool = False) -> Program:
             Span(cache.lengths, cache.lengths),
             cache.lengths,
             upcoming if weights_on == "host" else (),
+            keywords={"observed": False},
         )
 
 
@@ -337,7 +337,7 @@ def keep_rows() -> Program:
     at = Placement(default_mesh())
     cache, constant = _cache(), weights()
     return compile_for_gpu(
-        cache_steps(decoder()).keep,
+        keep.of(decoder()),
         constant.policy[0],
         _shaped((BATCH, CONFIG.num_kv_heads, PROMPT, 2 * CONFIG.head_dim), DTYPE, at.rows),
         Span(cache.lengths, cache.lengths),

@@ -24,7 +24,7 @@ from infinigen_jax import cuda
 from infinigen_jax.decode.steps import steps
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.policies import POLICIES
-from infinigen_jax.prefill.compiled import chunk_steps
+from infinigen_jax.prefill.compiled import device_layer, host_layer
 from infinigen_jax.programs.program import Program
 from infinigen_jax.settings.pool import Pool
 from infinigen_jax.transfer import CudaTransfer, XlaTransfer
@@ -158,10 +158,9 @@ def test_it_compiles(case: str, calls: dict[str, Call], monkeypatch: pytest.Monk
             compile_for_gpu(step, *call.arguments, keywords=call.keywords)
     if model.dtype.itemsize == 2:
         with sp.cudnn_attention():
-            by_cudnn = chunk_steps.__wrapped__(made.decoder)  # traced again
-            assert again["host_layer"] and again["device_layer"]
-            for name in ("host_layer", "device_layer"):
-                for call in again[name]:
-                    chunk = getattr(by_cudnn, name)
+            for layer in (host_layer, device_layer):
+                assert again[layer.__name__]
+                for call in again[layer.__name__]:
+                    chunk = layer.compile(made.decoder)  # traced again
                     program = compile_for_gpu(chunk, *call.arguments, keywords=call.keywords)
                     assert "__cudnn$fmha" in program.hlo

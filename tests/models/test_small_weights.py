@@ -19,7 +19,7 @@ from infinigen_jax import generate, plan
 from infinigen_jax.cli.options import load_engine
 from infinigen_jax.decode.compiler_options import step_options
 from infinigen_jax.engine.engine import Engine
-from infinigen_jax.engine.verdict import verdict_steps
+from infinigen_jax.engine.verdict import judge
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.loading.load import Model, embedded, load
 from infinigen_jax.machine.memory_limits import tree_bytes
@@ -215,9 +215,8 @@ def test_logits_of_a_verification_make_no_full_matrix():
     engine, tokens = Engine(model, lossless=True), jnp.ones((1, 6), jnp.int32)
     one, active = jnp.ones((1,), jnp.int32), jnp.ones((1,), bool)
     x, params = jnp.ones((*tokens.shape, model.config.hidden_size)), engine.weights.params
-    judge = verdict_steps(engine.decoder).judge
-    lowered = judge.lower(params["embedding"], x, tokens, one, active, one, None)
-    memory = lowered.compile().memory_analysis()
+    lowered = judge.of(engine.decoder).lower(params["embedding"], x, tokens, one, active, one, None)
+    memory: Any = lowered.compile().memory_analysis()
     assert memory.temp_size_in_bytes < model.config.vocab_size * model.config.hidden_size
 
 

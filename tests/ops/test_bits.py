@@ -18,7 +18,7 @@ from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.saved_file import SavedFile
 from infinigen_jax.ops.bit_storage import from_kept, kept_dtype, number_dtype, to_kept
 from infinigen_jax.ops.span import Span
-from infinigen_jax.prefill.compiled import chunk_steps
+from infinigen_jax.prefill.compiled import keep_on_device
 from infinigen_jax.transfer import XlaTransfer
 
 CAPACITY = 1 << 16
@@ -54,7 +54,8 @@ def device_layer(engine: Engine, cache: Cache) -> Any:
     rows = (1, config.num_kv_heads, c, 2 * config.head_dim)
     rows = jax.ShapeDtypeStruct(rows, engine.decoder.dtype, sharding=at.rows)
     span = Span(cache.lengths, cache.lengths)
-    return chunk_steps(engine.decoder.of_chunks).keep_on_device.lower(cache.local[0], rows, span)
+    chunks = engine.decoder.of_chunks
+    return keep_on_device.of(chunks).lower(cache.local[0], rows, span)
 
 
 def largest_numbers(hlo: str) -> int:
