@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.cache.cache import Cache, HostLayer, ReadCache, StepCache
@@ -225,7 +224,8 @@ def pieces_of(decoder: Decoder) -> Pieces:
         upcoming, x = await_copy(upcoming, carry.x)
         return carry._replace(x=x), state, upcoming
 
-    of_a_kind = trace_once(layer)
+    # Traced once for each kind of layer. Inlined, every call keeps its scope in profiles.
+    of_a_kind = jax.jit(layer, inline=True)
 
     def layers(
         inputs: list[LayerInputs], states: list[LayerState], carry: Carry
@@ -262,26 +262,6 @@ def groups_of(decoder: Decoder) -> tuple[range, ...]:
         for group in np.array_split(layers, -(-len(layers) // size)):
             groups.append(range(group[0], group[-1] + 1))
     return tuple(groups)
-
-
-def trace_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Trace a function once for each kind of arguments; further calls repeat its operations.
-
-    In a nested `jax.jit` all calls share operations. Here every call keeps its name scope, which
-    tells the layers apart in profiles.
-    """
-    traces: dict[Any, tuple[Callable[..., Any], Any]] = {}
-
-    def call(*arguments: Any) -> Any:
-        leaves, structure = jax.tree.flatten(arguments)
-        kind = structure, tuple(map(jax.typeof, leaves))
-        if kind not in traces:
-            jaxpr, results = jax.make_jaxpr(function, return_shape=True)(*arguments)
-            traces[kind] = jaxpr_as_fun(jaxpr), jax.tree.structure(results)
-        trace, results = traces[kind]
-        return jax.tree.unflatten(results, trace(*leaves))
-
-    return call
 
 
 class Steps(NamedTuple):

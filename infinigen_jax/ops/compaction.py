@@ -1,8 +1,5 @@
 """Compaction: positions of the marked entries of a mask, with static shapes and without sorting."""
 
-import functools
-import operator
-
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt32
@@ -19,15 +16,14 @@ from infinigen_jax.ops.work_items import (
 
 BITS = 5
 WORD = 1 << BITS  # marks in a word of a packed mask
-GROUPS = 32  # number of word groups that a position is compared with
+QUAD = 4  # words whose marks are counted together
 
 
 def compact(mask: Bool[Array, "b k t"], size: int) -> Int[Array, "b k n"]:
     """Return positions of the marked entries, ascending, arbitrary ones after the last.
 
-    Marks are packed into 32-bit words. A mark's word is located by the running counts of the words,
-    its place in the word by bisection. On the CPU only the used places are computed, in work items
-    from all rows.
+    On the CPU, marks are packed into 32-bit words. A mark's word is located by the running counts
+    of the words, its place in the word by bisection, in work items from all rows.
     """
     return jnp.minimum(compact_words(pack_marks(mask), size), mask.shape[-1] - 1)
 
@@ -59,9 +55,8 @@ def pack_marks(mask: Bool[Array, "*b t"]) -> UInt32[Array, "*b v"]:
 
 
 def marked_words(t: int) -> int:
-    """Return the number of words of t packed marks: whole groups, which `_first_above` needs."""
-    words = -(-t // WORD)
-    return words + -words % _group(words)
+    """Return the number of words of t packed marks: whole quads, which `running_counts` needs."""
+    return -(-t // (QUAD * WORD)) * QUAD
 
 
 def unpack_marks(words: UInt32[Array, "*b v"], t: int) -> Bool[Array, "*b t"]:
@@ -78,12 +73,10 @@ def marked(words: UInt32[Array, "*b v"]) -> Int[Array, "*b"]:
 def running_counts(words: UInt32[Array, "*b v"]) -> Int[Array, "*b v"]:
     """Return the number of marks up to the end of each word."""
     counts = lax.population_count(words)
-    if words.shape[-1] % 4:
-        return jnp.cumsum(counts.astype(jnp.int32), axis=-1)
     # XLA's cumulative sum takes O(n) additions per element. Four counts are therefore summed inside
     # one product, which leaves a quarter of the elements.
-    quads = counts.reshape(*words.shape[:-1], -1, 4)
-    places = 8 * jnp.arange(4, dtype=jnp.uint32).reshape(*[1] * words.ndim, 4)
+    quads = counts.reshape(*words.shape[:-1], -1, QUAD)
+    places = 8 * jnp.arange(QUAD, dtype=jnp.uint32).reshape(*[1] * words.ndim, QUAD)
     inside = jnp.sum(quads << places, axis=-1, dtype=jnp.uint32) * jnp.uint32(0x01010101)
     total = (inside >> jnp.uint32(24)).astype(jnp.int32)
     before = jnp.cumsum(total, axis=-1) - total
@@ -92,26 +85,21 @@ def running_counts(words: UInt32[Array, "*b v"]) -> Int[Array, "*b v"]:
 
 
 def compact_by_row(words: UInt32[Array, "r v"], size: int) -> Int[Array, "r n"]:
-    """Return positions of the first n = `size` marks of each row, arbitrary ones after them.
-
-    Each mark is located independently. The barrier keeps the search out of its consumers: a gather
-    of rows would repeat it for every element of a row.
-    """
-    rows, v = words.shape
-    ends = running_counts(words)
-    nth = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (rows, size))
-    word = jnp.minimum(_first_above(ends, nth), v - 1)
-    row = jnp.arange(rows, dtype=jnp.int32)[:, None]
-    before = jnp.where(word > 0, ends[row, jnp.maximum(word - 1, 0)], 0)
-    return lax.optimization_barrier(_in_word(words[row, word], nth - before) + word * WORD)
+    """Return positions of the first n = `size` marks of each row, 0 after them, by a scatter."""
+    marks = unpack_marks(words, words.shape[1] * WORD)
+    place = jnp.where(marks, jnp.cumsum(marks, axis=1, dtype=jnp.int32) - 1, size)
+    positions = lax.broadcasted_iota(jnp.int32, marks.shape, 1)
+    row = lax.broadcasted_iota(jnp.int32, (len(words), 1), 0)
+    empty = jnp.zeros((len(words), size), jnp.int32)
+    return empty.at[row, place].set(positions, mode="drop")
 
 
 def compact_together(words: UInt32[Array, "r v"], size: int) -> Int[Array, "r n"]:
     """Return positions of the first n = `size` marks of each row, 0 after them.
 
     Rows have very different numbers of marks, so work items (`ops.work_items`) compute the
-    positions. The loop keeps the search out of its consumers, as the barrier does in
-    `compact_by_row`; XLA:CPU would drop a barrier before fusion.
+    positions. The loop keeps the search out of its consumers; XLA:CPU would drop a barrier before
+    fusion.
     """
     rows = words.shape[0]
     at_once = items_at_once(rows, most_items(size))
@@ -213,25 +201,3 @@ def _in_word(bits: UInt32[Array, "*b"], nth: Int[Array, "*b"]) -> Int[Array, "*b
         position = position + upper * half
         half //= 2
     return position
-
-
-def _first_above(ends: Int[Array, "r v"], index: Int[Array, "r n"]) -> Int[Array, "r n"]:
-    """Return for each index the number of its row's ascending `ends` that are at most the index."""
-    length = ends.shape[1]
-    group = _group(length)
-    tops = ends[:, group - 1 :: group]
-    # Sequential over groups, vectorised over places.
-    below = (tops[:, i, None] <= index for i in range(tops.shape[1]))
-    result = functools.reduce(operator.add, (x.astype(jnp.int32) for x in below)) * group
-    row = jnp.arange(ends.shape[0], dtype=jnp.int32)[:, None]
-    half = group // 2
-    while half:
-        last = jnp.minimum(result + (half - 1), length - 1)
-        result = jnp.where(ends[row, last] <= index, result + half, result)
-        half //= 2
-    return jnp.minimum(result, length)
-
-
-def _group(words: int) -> int:
-    """Return the words of a group: a power of two that gives at most GROUPS groups."""
-    return 1 << max(0, (-(-words // GROUPS) - 1).bit_length())
