@@ -68,6 +68,7 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     score("others", 4096, "0.02 0.1", "full oracle quest window h2o")
     score("baselines", 4096, "0.02 0.1", "full infinigen-paper previous-query")
     score("others", 8192, "0.05", "full oracle quest window h2o")
+    score("baselines", 8192, "0.05", "full infinigen-paper previous-query")
     score("memory", 4096, "0.05 --dense-layers 4", "full window h2o", "wiki")
     score("settings", 4096, "0.05", SETTINGS)
     score("rules", 4096, "0.05", RULES)

@@ -109,7 +109,7 @@ TABLES: Mapping[str, tuple[Titled, Titled, str]] = {
         "",
     ),
     "real long": (
-        against_others("length-{text}-8192", "others-{text}-8192"),
+        against_others("length-{text}-8192", "others-{text}-8192", "baselines-{text}-8192"),
         by_text("", "above", "divergence", budget=0.05),
         "",
     ),
