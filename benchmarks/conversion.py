@@ -3,8 +3,7 @@
     python -m benchmarks.conversion --model F --json benchmarks/results/conversion-cpu.json
 
 A separate process with an empty cache converts the model. The layer has random weights
-and a preceding layer. Processor seconds hardly depend on what else the machine does; wall seconds
-do.
+and a preceding layer. Processor seconds hardly depend on what else the machine does.
 """
 
 import argparse

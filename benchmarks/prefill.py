@@ -154,8 +154,7 @@ def temporaries(engine: Engine, chunk: int, capacity: int, batch: int = 1) -> li
 def chunk_programs(engine: Engine, chunk: int, capacity: int, batch: int = 1) -> list[Any]:
     """Return the lowered programs that read a chunk, the host layer's first."""
     decoder, weights = engine.decoder, engine.weights
-    chunks = decoder.of_chunks
-    config, stored = decoder.config, decoder.row_format
+    config, stored, chunks = decoder.config, decoder.row_format, decoder.of_chunks
     at = Placement(decoder.mesh)
 
     def shaped(tree: Any, sharding: Any) -> Any:
@@ -163,9 +162,8 @@ def chunk_programs(engine: Engine, chunk: int, capacity: int, batch: int = 1) ->
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
         )
 
-    empty = (
-        compiled.empty.of(decoder).trace(batch=batch, capacity=capacity, slots=capacity).out_info
-    )
+    sizes = {"batch": batch, "capacity": capacity, "slots": capacity}
+    empty = compiled.empty.of(decoder).trace(**sizes).out_info
     lengths = shaped(empty.lengths, at.batch)
     cache = shaped(empty._replace(lengths=None), at.rows)
     k, w = config.num_kv_heads, 2 * config.head_dim
@@ -183,14 +181,8 @@ def chunk_programs(engine: Engine, chunk: int, capacity: int, batch: int = 1) ->
             observed=False,
         ),
         compiled.keep.of(decoder).lower(
-            weights.policy[0],
-            rows,
-            span,
-            cache.local[first],
-            cache.states[0],
-            cache.scales[0],
-            host,
-            layer_number,
+            *(weights.policy[0], rows, span, cache.local[first], cache.states[0]),
+            *(cache.scales[0], host, layer_number),
             streams=False,
         ),
     ]

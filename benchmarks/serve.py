@@ -140,8 +140,7 @@ def measure(system: Any, options: argparse.Namespace, prompts: Prompts) -> dict[
     return result
 
 
-def main() -> None:
-    """Measure, print and write the result."""
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serve")
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="llama", help="random model (default llama)")
@@ -159,6 +158,11 @@ def main() -> None:
     add("--turn", type=int, default=4096, help="tokens of a chat's first turn")
     add("--chunk", type=int, help="tokens of a chunk (default: the server's)")
     add("--json", type=Path)
+    return parser
+
+
+def main() -> None:
+    parser = build_parser()
     options = parser.parse_args()
     if "stall" in options.measure and options.system not in OURS:
         parser.error(f"--measure stall: of {' and '.join(OURS)} only; choose streams or turns")

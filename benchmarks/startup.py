@@ -7,8 +7,7 @@ The first one writes and converts a random model in LLaMA's shape (d 576, 9 quer
 64). The second one takes a converted model to its first token, and measures peak memory as well;
 with its GGUF file also of llama.cpp, which has no cold start.
 Each run is a separate process: `cold` begins with an empty cache of programs, `warm` with the cache
-of an earlier run. Processor seconds hardly depend on what else the machine does; wall
-seconds do.
+of an earlier run. Processor seconds hardly depend on what else the machine does.
 """
 
 import argparse
@@ -109,7 +108,7 @@ def measure_given(folder: Path, chosen: argparse.Namespace, tokens: int) -> dict
     return record
 
 
-def main(argv: list[str] | None = None) -> int:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--layers", type=int, nargs="+", default=[30, 60])
     parser.add_argument("--model", type=Path, metavar="DIR", help="a converted model instead")
@@ -118,6 +117,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="its file, for llama.cpp")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, metavar="F")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = build_parser()
     chosen = parser.parse_args(argv)
     if chosen.model and not chosen.text:
         parser.error("--model: give --text as well")

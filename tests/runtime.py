@@ -289,5 +289,5 @@ def large_cache(decoder: Decoder, capacity: int, batch: int = 1) -> Cache:
 
 def copies(hlo: str) -> list[int]:
     """Return the elements of each array that a compiled program copies."""
-    shapes = re.findall(r"= \w+\[([\d,]*)\][^ ]* copy(?:-start)?\(", hlo)
+    shapes = re.findall(r"= \w+\[([\d,]*)\][^ ]* copy\(", hlo)
     return [int(np.prod([int(n) for n in shape.split(",") if n] or [1])) for shape in shapes]

@@ -1,11 +1,11 @@
 """The measurements of the documentation: their commands, and the tables and pictures of results."""
 
-import importlib
 import importlib.util
 import json
 from pathlib import Path
 
 import pytest
+from test_readme import parser_of
 
 from benchmarks import pictures, quality, quality_tables, real_model, tables
 from benchmarks.figures import __main__ as figures
@@ -38,12 +38,9 @@ def test_commands_are_those_of_the_programs(tmp_path):
 def test_commands_of_the_real_model_are_those_of_the_programs(tmp_path):
     given = ["--model", "m", "--gguf", "g", "--texts", "a", "b", "--out", str(tmp_path)]
     for name, command in real_model.commands(real_model.build_parser().parse_args(given)).items():
-        program = importlib.import_module(command[0])
-        arguments = [*command[1:], "--json", "j"]
+        parsed = parser_of(command[0]).parse_args([*command[1:], "--json", "j"])
         if command[0] == "infinigen_jax.evaluate":
-            assert configurations(program.build_parser().parse_args(arguments), reference=True)
-        elif hasattr(program, "build_parser"):
-            assert program.build_parser().parse_args(arguments), name
+            assert configurations(parsed, reference=True), name
 
 
 def test_an_experiment_runs_once_and_for_its_models(tmp_path, monkeypatch, capsys):

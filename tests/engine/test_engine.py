@@ -14,6 +14,7 @@ from runtime import (
     counts_of,
     engine,
     finished,
+    numbers,
     random_model,
     tokens_of,
     with_ends,
@@ -53,10 +54,12 @@ def test_windows_longer_than_the_cache():
 def test_caches_of_several_stream_blocks(monkeypatch):
     from infinigen_jax.decode import layer_rows
 
-    full = finished(small(Full()))
-    monkeypatch.setattr(layer_rows, "STREAM_BLOCK", 32)
-    blocks = small(Full(window=3))  # another policy, compiled again
-    assert finished(blocks).new_tokens == full.new_tokens
+    prompts = [numbers(110), numbers(90)]
+    full = finished(small(Full()), prompts)
+    for block in (32, 48):  # the last of the latter begins before the second one's end
+        monkeypatch.setattr(layer_rows, "STREAM_BLOCK", block)
+        blocks = small(Full(window=block // 16))  # another policy, compiled again
+        assert finished(blocks, prompts).new_tokens == full.new_tokens
 
 
 def test_the_papers_settings_stream_the_first_layers():

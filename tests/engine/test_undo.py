@@ -128,6 +128,8 @@ def test_rejected_drafts_leave_no_trace(name):
 def test_a_round_equals_its_tokens_read_one_by_one(name):
     """However many tokens a verification computes, the accepted ones are stored alike."""
 
+    exact = made(name).decoder.row_format.exact
+
     @settings(max_examples=6)
     @given(TOKENS, ACCEPTED)
     def check(tokens: list[int], accepted: tuple[int, ...]) -> None:
@@ -139,6 +141,7 @@ def test_a_round_equals_its_tokens_read_one_by_one(name):
             single = advance(name, single, (0, rolled, one), drafts=False)
         for array, other in zip(comparable(name, whole), comparable(name, single), strict=True):
             differs = ~np.isclose(array, other, rtol=2e-3, atol=2e-3)
-            assert differs.mean() < 0.01  # a code of a row may round to its neighbour
+            # A code of a small row may round to its neighbour.
+            assert differs.sum() <= (0 if exact else 0.01 * np.count_nonzero(array))
 
     check()

@@ -2,9 +2,8 @@
 
     JAX_PLATFORMS=cpu .venv-gpu-compile/bin/python tests/gpu/show_schedule.py [--all] [PROGRAM]...
 
-PROGRAM is one of fused (the default), fetching_layer, flush, prompt_layer, and, to see what is
-avoided, scanned (stacked weights). `make compile-gpu` makes the environment. `--all` lists every
-launch, not only those next to a transfer.
+PROGRAM is one of fused (the default), fetching_layer, flush and prompt_layer. `make compile-gpu`
+makes the environment. `--all` lists every launch, not only those next to a transfer.
 """
 
 import argparse
@@ -21,7 +20,6 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "fetching_layer": sp.fetching_layer,
     "flush": sp.flush,
     "prompt_layer": sp.prompt_layer,
-    "scanned": sp.scanned,
 }
 
 

@@ -200,46 +200,6 @@ def _carry() -> Carry:
 
 
 @functools.cache
-def scanned() -> Program:
-    """Return an alternative to the package's step: a scan over stacked weights of host layers."""
-    cache, constant = _cache(), weights()
-
-    def stacked(trees: Any) -> Any:
-        return _placed(
-            jax.eval_shape(lambda *t: jax.tree.map(lambda *x: jnp.stack(x), *t), *trees),
-            Placement(default_mesh()).whole,
-        )
-
-    def step(layers: Any, policy: Any, states: Any, local: Any, host: Any, carry: Any, at: Any):
-        numbers = jnp.arange(LAYERS - DENSE, dtype=jnp.int32)
-
-        def body(carry: Carry, inputs: Any) -> tuple:
-            number, params, resident, weights, state = inputs
-            ahead = jnp.minimum(number + 1, LAYERS - DENSE - 1)
-            target = jax.tree.map(
-                lambda x: jax.lax.dynamic_index_in_dim(x, ahead, 0, keepdims=False),
-                Target(layers, policy, states, numbers),
-            )
-            place = HostLayer(number, SCALES, weights, state)
-            given = LayerInputs(params, [], host, place, target, at)
-            carry, new = decoder().decode_layer(given, LayerState(resident, None, None), carry)
-            return carry, new.local
-
-        return jax.lax.scan(body, carry, (numbers, layers, local, policy, states))
-
-    return compile_for_gpu(
-        jax.jit(step),
-        stacked(constant.params["layers"][DENSE:]),
-        stacked(constant.policy),
-        stacked(cache.states),
-        stacked(cache.local[DENSE:]),
-        cache.host,
-        _carry(),
-        cache.lengths,
-    )
-
-
-@functools.cache
 def fetching_layer(
     weights_on: str = "device", transfer: Transfer | None = None, hot_set: float = 0.0
 ) -> Program:

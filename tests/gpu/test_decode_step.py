@@ -4,7 +4,6 @@ The claims of docs/gpu.md, each a test, with an alternative that was rejected. T
 schedule: `python tests/gpu/show_schedule.py`.
 """
 
-import pytest
 import step_programs as sp
 from compile_for_gpu import Program
 from hlo import Instruction
@@ -148,13 +147,3 @@ def test_a_chunks_rows_are_written_in_place():
     assert program.memory["host_temp"] == 0
     assert_no_copy_larger_than(program, sp.PROMPT * sp.HEADS * sp.ROW)
     assert not large_results(program, sp.LAYER_BYTES)
-
-
-@pytest.mark.parametrize("matrix", ["q", "kv", "o", "gate_up", "down"])
-def test_a_scan_over_stacked_weights_copies_them(matrix):
-    """Why the layers are unrolled."""
-    weight = sp.weights().params["layers"][0][matrix]["weight"]
-    size = weight.size * weight.dtype.itemsize
-    made = large_results(sp.scanned(), sp.WEIGHT_BYTES)
-    # A launch may have an index as a second result.
-    assert any(part.nbytes == size for i in made for part in i.results)

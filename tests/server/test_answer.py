@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,13 +43,6 @@ def test_text_ends_before_the_first_stop_string(text, stop):
     assert sent == (text[: min(ends)[1]] if ends else text)
     assert pieces[-1].finish == "stop"
     assert "".join(chr(s.token) for p in pieces for s in p.scores) == sent
-
-
-@pytest.mark.parametrize("most, finish", [(3, "length"), (9, "stop")])
-def test_why_an_answer_ends(most, finish):
-    pieces, answer = answered("abcdef.", [], most, ends=".")
-    assert pieces[-1].finish == finish
-    assert len(answer.tokens) == min(most, 7)
 
 
 class Bytes(Letters):

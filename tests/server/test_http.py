@@ -310,7 +310,7 @@ def test_a_long_prompt_stalls_no_stream(served: Served):
     served.scheduler.submit([job(1, of("long"), chunks * 64 - 5)])
     served.wait(lambda: "long" in times)
     served.scheduler.cancel(running)
-    assert times[before:].index("long") >= chunks - 1
+    assert times[before:].index("long") > chunks
 
 
 def test_prompt_tokens_are_those_read(served: Served):

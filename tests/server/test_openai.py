@@ -178,7 +178,9 @@ def test_null_is_as_left_out(served: Served):
 
 def test_values_that_change_nothing(served: Served):
     neutral = {"top_k": -1, "store": False, "metadata": {"a": "b"}, "logit_bias": {}}
-    assert served.complete(PROMPT, extra_body=neutral).choices[0].text
+    drawn: Any = {"temperature": 1.0, "seed": 3}
+    plain, same = (served.complete(PROMPT, **drawn, extra_body=x) for x in ({}, neutral))
+    assert same.choices[0].text == plain.choices[0].text != ""
     messages = [{"role": "user", "content": "x"}]
     settings = {"model": "small", "messages": messages, "max_tokens": 1}
     answer = served.client.chat.completions.create(**settings, extra_body={"top_logprobs": 0})

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runtime import ALL, TAILED, engine, finished, random_model, scores_of
+from runtime import TAILED, random_model, scores_of
 
 from infinigen_jax.loading.load import Model
 from infinigen_jax.ops.attention import Tail, attend_weighted, packed
@@ -71,13 +71,6 @@ def test_no_tail_changes_no_bit(score):
     tail = Tail(scores, jnp.ones((2, 3, 5, 4), jnp.float32), jnp.ones((2, 1, 5), jnp.int32))
     with_tail, without = attend_weighted(q, part, tail=tail), attend_weighted(q, part)
     np.testing.assert_array_equal(with_tail[0], without[0])
-
-
-@pytest.mark.slow
-def test_the_tail_is_empty_when_everything_is_fetched():
-    with_tail = dataclasses.replace(ALL, tail=True)
-    got, without = (finished(engine("one", policy, rows="int8")) for policy in (with_tail, ALL))
-    assert got.new_tokens == without.new_tokens
 
 
 @pytest.mark.slow
