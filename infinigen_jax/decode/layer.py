@@ -163,6 +163,7 @@ class Decoder(Layout):
                 state=target.state,
                 a=a,
                 positions=positions,
+                number=target.number,
                 size=self.request_size(capacity),
                 capacity=capacity,
                 share=target.weights.get("share"),
@@ -171,6 +172,11 @@ class Decoder(Layout):
         )
         if not isinstance(request, Request):
             problem = f"`select` returned {type(request).__name__}, not a Request"
+            raise ParameterError("policy", problem, self.policy.name)
+        expected = len(a), self.config.num_kv_heads, self.request_size(capacity)
+        if request.slots.shape != expected or request.count.shape != expected[:2]:
+            shapes = f"{list(request.slots.shape)} and counts {list(request.count.shape)}"
+            problem = f"`select` returned slots {shapes}; give {list(expected)} and a count of each"
             raise ParameterError("policy", problem, self.policy.name)
         return request
 

@@ -10,10 +10,13 @@ fetched at the time, which affects their cached rows. A conversation can be save
 resumed by another process, with the same continuation.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Generator, Sequence
+import signal
+import threading
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -86,7 +89,8 @@ class Conversation:
     ) -> Generator[Step, None, None]:
         """Add a prompt, and yield the answer as `Engine.stream` does.
 
-        The iterator may be closed early. The answer then consists of the tokens yielded so far.
+        The iterator may be closed early, or interrupted by Ctrl-C while it draws tokens. The answer
+        then consists of the tokens so far.
 
         Args:
             prompt: text or token numbers. Text after the first turn gets no special tokens.
@@ -131,11 +135,20 @@ class Conversation:
         self.run = run
         self.tokens += new
         try:
-            for tokens in run.tokens(ignore_eos=ignore_eos):
-                if turn != self._turns:
-                    raise InputError("the conversation was reset during this turn; start another")
-                # The rest of a lossless round, after a stop string, has none.
-                self.tokens += [token for token in tokens if token is not None]
+            steps = run.tokens(ignore_eos=ignore_eos)
+            while True:
+                with held_interrupts() as interrupted:
+                    tokens = next(steps, None)
+                    if tokens is None:
+                        break
+                    if turn != self._turns:
+                        reset = "the conversation was reset during this turn; start another"
+                        raise InputError(reset)
+                    # The rest of a lossless round, after a stop string, has none.
+                    self.tokens += [token for token in tokens if token is not None]
+                if interrupted.is_set():
+                    self._keep(run, turn)
+                    raise KeyboardInterrupt
                 yield Step(tokens, run.push_text(tokens))
             tail = run.finish_text()
             if any(tail):
@@ -237,6 +250,29 @@ class Conversation:
         run.settle()
         drawn = self._drawn + len(run.new_tokens[0])
         self._begun = Begun(run.cache, [int(run.cached[0])], drawn, run.draft_length)
+
+
+@contextlib.contextmanager
+def held_interrupts() -> Iterator[threading.Event]:
+    """Turn a first Ctrl-C into an event: an exception within a step would lose the cache.
+
+    Handlers of the caller stay, and other threads get no signals.
+    """
+    event = threading.Event()
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield event
+        return
+    signal.signal(
+        signal.SIGINT,
+        lambda number, frame: (
+            signal.default_int_handler(number, frame) if event.is_set() else event.set()
+        ),
+    )
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def check_runtime(runtime: Runtime) -> None:

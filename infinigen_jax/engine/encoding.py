@@ -58,6 +58,8 @@ def encode(model: Model, prompt: Prompt, *, first: bool = True) -> list[int]:
         if model.tokenizer is None:
             raise InputError("this model has no tokenizer; give prompts as token numbers")
         prompt = model.tokenizer.encode(prompt, add_special_tokens=first)
+    if isinstance(prompt, bytes | bytearray | memoryview):
+        raise ParameterError("prompts", "bytes are no prompt; decode them to text")
     try:
         tokens = [operator.index(token) for token in _listed(prompt)]
     except TypeError as error:

@@ -124,6 +124,8 @@ class Engine:
             InputError: if `encode` raises it, or if text and token numbers are mixed.
         """
         sequences = []
+        if not isinstance(prefix, str | Sequence) and not hasattr(prefix, "tolist"):
+            raise ParameterError("prefix", "give text or a list of token numbers", prefix)
         if isinstance(prefix, str):
             checked_text("prefix", prefix)
         for prompt in prompts:

@@ -18,6 +18,7 @@ from infinigen_jax.engine.batch import Batch
 from infinigen_jax.engine.batching import IDLE, Owners
 from infinigen_jax.engine.dispatch import Stepped
 from infinigen_jax.engine.draft_length import DraftLength
+from infinigen_jax.engine.encoding import encode
 from infinigen_jax.engine.memory_plan import check_memory
 from infinigen_jax.engine.prompts import Begun, PromptReader, batch_that_fits
 from infinigen_jax.engine.remedies import LENGTHS, Remedies
@@ -25,7 +26,7 @@ from infinigen_jax.engine.results import Choice, choices_of
 from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.engine.sampler import Drawn, Sampler, repetitions
 from infinigen_jax.engine.stats import Clock, Stats, stats_of
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.prefill.prefill import Notify, Prefilled
 from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.sampling import LogProbs
@@ -102,7 +103,7 @@ class Run(Batch):
         self._place: Sequence[jax.Array] = ()
         self._begun, self._alternatives = begun, log_probs
         self._admitted_lengths: set[int] = set()
-        self._compiled = None
+        self._compiled, self._taking = None, False
         self.new_tokens: list[list[int]] = [[] for _ in prompts]
         self.log_probs: list[list[Choice]] = [[] for _ in prompts]
         contexts = [prompt[-MOST_HELD:] for prompt in prompts] if continues else ()
@@ -149,7 +150,7 @@ class Run(Batch):
         self._place = stepped.place
         self.drawn, self._log_probs = self._draw(self._sampler, stepped)
 
-    def predict(self, tokens: Int[np.ndarray, " b"]) -> Float[Array, "b v"]:
+    def predict(self, tokens: Sequence[int] | np.ndarray) -> Float[Array, "b v"]:
         """Dispatch one decode step over given tokens instead of drawn ones, without waiting.
 
         Return the natural log-probabilities of all next tokens, float32. `drawn` then holds the
@@ -161,15 +162,20 @@ class Run(Batch):
         return self.watch(None, tokens)[0]
 
     def watch(
-        self, watch: Watch | None, tokens: Int[np.ndarray, " b"]
+        self, watch: Watch | None, tokens: Sequence[int] | np.ndarray
     ) -> tuple[Float[Array, "b v"], tuple[Any, ...]]:
         """Dispatch a step as `predict` does, and record values of every layer.
 
         `watch` is called between the layers, if any; see `Dispatcher.step`. Return the
         log-probabilities, and the results of `watch`, one per layer.
         """
-        tokens = np.asarray(tokens, np.int32)
-        stepped = self._step(jax.device_put(tokens, self._at.batch), watch)
+        if self.idle.any():
+            raise InputError("a prompt of this run has ended; start another run to score tokens")
+        given = np.array(encode(self.runtime.model, tokens), np.int32)
+        if len(given) != len(self.cached):
+            count = len(self.cached)
+            raise ParameterError("tokens", f"give {count}, one of each sequence", len(given))
+        stepped = self._step(jax.device_put(given, self._at.batch), watch)
         self.drawn = stepped.best
         return _log_softmax(stepped.logits), stepped.records
 
@@ -216,7 +222,7 @@ class Run(Batch):
 
     def tokens(self, *, ignore_eos: bool = False) -> Iterator[list[int | None]]:
         """Yield the drawn tokens of each step; None for prompts that wait or have ended."""
-        eos = frozenset() if ignore_eos else self.runtime.model.eos_ids
+        eos = self._begin_taking(ignore_eos)
         owner = list(self.owners.owner)  # when the step was dispatched whose tokens come next
         while True:
             drawn, place, log_probs = self.drawn, self._place, self._log_probs
@@ -238,6 +244,13 @@ class Run(Batch):
                 self.advance()  # not earlier: the first token does not wait for the compilation
                 self._compiled = compilations()
             self._admit()
+
+    def _begin_taking(self, ignore_eos: bool) -> frozenset[int]:
+        """Return the tokens that end a sequence; a run's tokens are taken by one iterator."""
+        if self._taking:
+            raise InputError("the tokens of a run are taken once; go on with the first iterator")
+        self._taking = True
+        return frozenset() if ignore_eos else self.runtime.model.eos_ids
 
     def _needed(self) -> np.ndarray:
         """Return the tokens each sequence may still get, [b] int32; 0 for idle ones."""

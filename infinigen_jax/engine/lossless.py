@@ -79,7 +79,7 @@ class LosslessRun(Run):
 
         The tokens of a round follow each other; a sequence that accepts fewer has None meanwhile.
         """
-        eos = frozenset() if ignore_eos else self.runtime.model.eos_ids
+        eos = self._begin_taking(ignore_eos)
         ends = self._rounds.ends([*eos])
         first = self._take(np.asarray(self.drawn), eos, self._log_probs)
         self.clock.step(0)

@@ -3,6 +3,7 @@
 import bisect
 import dataclasses
 import logging
+import numbers
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -185,9 +186,11 @@ def checked_context(config: ModelConfig, context: int | None) -> int:
     limit, why = config.longest_short or config.max_positions, "the model's positions"
     if limit < config.max_positions:
         why = "as the model rotates the keys of longer texts differently"
-    if context is not None and not 1 < context <= limit:
+    if context is None:
+        return min(CONTEXT, limit)
+    if not isinstance(context, numbers.Integral) or not 1 < context <= limit:
         raise ParameterError("context", f"give 2 to {limit}, {why}", context)
-    return context or min(CONTEXT, limit)
+    return int(context)
 
 
 def round_up_capacity(tokens: int) -> int:

@@ -4,7 +4,7 @@ import dataclasses
 
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.numeric import listed
-from infinigen_jax.policies import POLICIES, InfiniGen, Policy
+from infinigen_jax.policies import POLICIES, InfiniGen, Policy, check_policy
 from infinigen_jax.settings.engine import EngineOptions
 from infinigen_jax.settings.pool import Pool
 
@@ -32,6 +32,12 @@ class EngineSettings(EngineOptions):
                 f"{self.policy!r} is not a policy; give InfiniGen(budget=0.1) or another instance "
                 f"(docs/api.md), or a name: {', '.join(POLICIES)}",
             )
+        check_policy(type(self.policy), type(self.policy).__name__)
+        try:
+            hash(self.policy)
+        except TypeError as error:
+            problem = f"{error}; its fields are constants, and arrays come from `prepare`"
+            raise ParameterError("policy", problem, self.policy.name) from None
         if self.pool is not None and not isinstance(self.pool, Pool):
             raise ParameterError("pool", "give Pool(tokens=4096) or Pool(share=0.8)", self.pool)
         check_pool(self.pool, self.policy)
@@ -42,6 +48,10 @@ class EngineSettings(EngineOptions):
     @classmethod
     def of(cls, policy: Policy | str | None = None, **settings: object) -> "EngineSettings":
         """Return settings with a policy, or with the defaults of a named policy."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := next((name for name in settings if name not in known), None):
+            remedy = "no setting of an engine; those of a policy are given as InfiniGen(budget=0.1)"
+            raise ParameterError(unknown, remedy)
         if policy is None:
             return cls(**settings)  # pyright: ignore[reportArgumentType]
         if isinstance(policy, str) and policy in POLICIES:

@@ -3,7 +3,6 @@
 An entry point of the group ENTRY_POINTS, or a path, names a policy of another package.
 """
 
-import dataclasses
 import importlib
 import importlib.metadata
 import inspect
@@ -33,6 +32,7 @@ __all__ = [
     "PreviousQuery",
     "Quest",
     "Window",
+    "check_policy",
     "find_policy",
 ]
 
@@ -78,16 +78,25 @@ def find_policy(name: str) -> Any:
         problem = f"{type(error).__name__}: {one_line(str(error))}"
         where = "; is it on PYTHONPATH?" if isinstance(error, ImportError) else ""
         raise ParameterError("policy", problem + where, name) from None
-    if problem := _problem(kind):
-        raise ParameterError("policy", f"{problem}, see docs/policies.md", name)
+    check_policy(kind, name)
     EXTENSIONS.add(inspect.getfile(kind))
     return kind
 
 
+def check_policy(kind: Any, name: str) -> None:
+    """Raise ParameterError for a class that is no policy."""
+    if problem := _problem(kind):
+        raise ParameterError("policy", f"{problem}, see docs/policies.md", name)
+
+
 def _problem(kind: Any) -> str:
     """Return what keeps a class from being a policy; empty if nothing does."""
-    if not (inspect.isclass(kind) and issubclass(kind, Policy) and dataclasses.is_dataclass(kind)):
+    if not (inspect.isclass(kind) and issubclass(kind, Policy)):
         return "not a policy: derive a frozen dataclass from `Budgeted`"
+    # Programs are found by a policy's fields; other attributes would be ignored.
+    made: dict[str, Any] = dict(vars(kind))
+    if "__dataclass_fields__" not in made or not made["__dataclass_params__"].frozen:
+        return "not a policy: decorate it with `dataclasses.dataclass(frozen=True, kw_only=True)`"
     if not hasattr(kind, "name"):
         return "a policy needs a `name`"
     for method in ("request_size", "select", "init", "append", "observe_queries", "observe"):

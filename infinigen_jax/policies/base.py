@@ -26,6 +26,7 @@ from infinigen_jax.cache.layers import Slots, values_of
 from infinigen_jax.cuda import calls
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.models.base import ModelConfig, Params
+from infinigen_jax.numeric import check_range, listed
 from infinigen_jax.ops.span import Span
 from infinigen_jax.policies.lookup import Attended, Lookup
 from infinigen_jax.selection.select import (
@@ -35,7 +36,7 @@ from infinigen_jax.selection.select import (
     budget_rows,
     select,
 )
-from infinigen_jax.settings.policy import BudgetSettings
+from infinigen_jax.settings.policy import SOURCES, BudgetSettings
 from infinigen_jax.speculation.index import IndexFormat, write_entries
 from infinigen_jax.speculation.query import partial_keys
 
@@ -89,6 +90,11 @@ class Policy:
         """Raise ParameterError if flags of the policy are wrong or exclude each other."""
         if self.lead not in (0, 1):
             raise ParameterError("policy", f"its `lead` is {self.lead}; use 0 or 1", self.name)
+        if self.source not in SOURCES:
+            problem = f"its `source` is {self.source}; use {listed(SOURCES)}"
+            raise ParameterError("policy", problem, self.name)
+        if self.dense_layers is not None:
+            check_range("policy.dense_layers", self.dense_layers, 0)
         if self.observes and not self.lead:
             raise ParameterError("policy", "one that `observes` needs a `lead` of 1", self.name)
 
@@ -120,11 +126,19 @@ class Policy:
         return self
 
     def prepare(self, model: "Model", layer: int) -> Params:
-        """Return the constant arrays for selection in a layer of the model; empty for none."""
+        """Return the constant arrays for selection in a layer of the model; empty for none.
+
+        Traced once for all layers: `model` has the parameters of one layer, and `layer` is 0. For
+        arrays that depend on the layer's number, return all layers', and index them by
+        `Lookup.number`. The name "share" is reserved.
+        """
         return {}
 
     def init(self, config: ModelConfig, batch: int, capacity: int) -> Any:
-        """Return the state of a host layer without tokens, for `capacity` slots."""
+        """Return the state of a host layer without tokens, for `capacity` slots.
+
+        A tree of arrays whose first axes are sequences and KV heads, [b, k, ...].
+        """
         return ()
 
     def append(

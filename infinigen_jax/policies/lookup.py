@@ -37,6 +37,7 @@ class Lookup:
         weights: arrays that `Policy.prepare` returned for the layer.
         state: the policy's state of the layer.
         a: attention input of the layer `lead` earlier; see `Policy.source`.
+        number: index of the layer among those on the host.
         size: static number of rows in a request, equal for all layers.
         capacity: number of slots t that the host cache has for each sequence.
         share: numerator and denominator of the layer's budget, for all sequences or for each; None
@@ -51,6 +52,7 @@ class Lookup:
     state: Any
     a: Float[Array, "b e"]
     positions: Int[Array, " b"]
+    number: Int[Array, ""]
     size: int
     capacity: int
     share: Int[Array, "*n 2"] | None = None

@@ -5,6 +5,7 @@ The command lines make their options from these fields (`cli.options`).
 
 import dataclasses
 import functools
+import numbers
 from typing import Any, ClassVar, NamedTuple
 
 from infinigen_jax.errors import ParameterError
@@ -42,6 +43,10 @@ class Settings:
         defaults = defaults_of(type(self))
         for name in options_of(type(self)):
             value = getattr(self, name)
+            item = getattr(value, "item", None)
+            if item is not None and isinstance(value, numbers.Real):  # of NumPy
+                value = item()
+                object.__setattr__(self, name, value)
             if value is not None or defaults[name] is not None:
                 check_setting(type(self), name, value)
 

@@ -8,6 +8,8 @@ from infinigen_jax.text.detokenize import checked_text
 
 def checked_stops(stop: str | Sequence[str]) -> tuple[str, ...]:
     """Return stop strings, a single one as a tuple."""
+    if not isinstance(stop, str | Sequence) or isinstance(stop, bytes):
+        raise ParameterError("stop", "give texts that end an answer", repr(stop))
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     for text in stops:
         if not isinstance(text, str) or not text:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import os
+import signal
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from infinigen_jax.engine import memory_plan as planning
 from infinigen_jax.engine import saved_file
 from infinigen_jax.engine.conversation import Conversation
 from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.generation import Run
 from infinigen_jax.engine.rounds import Rounds
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import embedded, load
@@ -303,3 +305,29 @@ def test_a_conversation_is_reset_within_a_turn(tmp_path):
         answer += step.tokens
     assert answer == fresh and conversation.tokens == TURNS[0] + fresh
     assert not (tmp_path / "chat").exists()
+
+
+@pytest.mark.parametrize("settings", [{}, {"lossless": True, "draft_tokens": 2}])
+def test_ctrl_c_within_a_step_keeps_the_conversation(settings, monkeypatch):
+    """The answer is as if the iterator had been closed after the step's token."""
+    made = engine("one", SPARSE, **settings)
+    closed, interrupted = (made.conversation(context=CONTEXT) for _ in range(2))
+    answer = say(closed, TURNS[0], 9, stop=3)
+    taken, take = [], Run._take
+
+    def interrupting(run: Run, *arguments: Any) -> Any:
+        taken.append(take(run, *arguments))
+        if len(taken) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return taken[-1]
+
+    monkeypatch.setattr(Run, "_take", interrupting)
+    # A shell ignores the signal in processes that it starts in the background.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            list(interrupted.turn(TURNS[0], 9, ignore_eos=True))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert interrupted.tokens == closed.tokens == TURNS[0] + answer
+    assert say(interrupted, TURNS[1], 6) == say(closed, TURNS[1], 6)

@@ -23,7 +23,7 @@ from runtime import (
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import embedded, load
-from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper, Policy
+from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper, Policy, Quest
 from infinigen_jax.settings.pool import Pool
 from infinigen_jax.settings.sampling import Sampling
 
@@ -147,6 +147,51 @@ def test_settings_and_prompts_out_of_range():
     assert len(tokens_of(made, [[5] * 250], 6, ignore_eos=True)[0]) == 6
     with pytest.raises(InputError, match="sampling: 512 is not a Sampling"):
         made.conversation(512)  # pyright: ignore[reportArgumentType]
+
+
+def test_other_arguments_that_cannot_be_are_refused():
+    made: Any = small()
+    stop: list[Any] = [None, 5, b"a", [""]]
+    for wrong in stop:
+        with pytest.raises(InputError, match="stop"):
+            made.generate([5], stop=wrong)
+    for wrong in (None, 5, True):
+        with pytest.raises(InputError, match="prefix"):
+            made.generate([[5]], prefix=wrong)
+    for wrong in ("99", 1.5, 1, 1000):
+        with pytest.raises(InputError, match="context"):
+            made.conversation(context=wrong)
+    with pytest.raises(InputError, match="bytes are no prompt"):
+        list(made.conversation().turn(b"a"))
+    with pytest.raises(InputError, match=r"budget.* InfiniGen\(budget=0.1\)"):
+        Engine(LAYER, budget=0.1)
+
+
+def test_numbers_of_numpy_are_settings(tmp_path):
+    single: Any = np.float32
+    whole: Any = np.int64
+    sampling = Sampling(temperature=single(0.5), seed=whole(3))
+    policy = Quest(budget=single(0.25), window=whole(4))
+    talk = small(policy).conversation(sampling, context=whole(64))
+    list(talk.turn([5] * 20, 3, ignore_eos=True))
+    talk.save(tmp_path / "talk")
+    assert talk.sampling == Sampling(temperature=0.5, seed=3)
+
+
+def test_a_run_takes_given_tokens_of_its_sequences_until_one_ends():
+    run: Any = small().start(RAGGED, max_new_tokens=4)
+    wrong: list[Any] = [[5], [5, 6, 96], [5, 6, -1], [5, 6, 1.5], np.ones((3, 1), np.int32)]
+    for tokens in wrong:
+        with pytest.raises(InputError, match="token"):
+            run.predict(tokens)
+    assert np.isfinite(np.asarray(run.predict([5, 6, 7]))).all()
+    steps = run.tokens(ignore_eos=True)
+    next(steps)
+    with pytest.raises(InputError, match="taken once"):
+        next(run.tokens())
+    list(steps)
+    with pytest.raises(InputError, match="has ended"):
+        run.predict([5, 6, 7])
 
 
 def test_arrays_are_prompts():

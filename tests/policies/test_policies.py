@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from flax import nnx
 from runtime import NEW, RAGGED, engine, finished, random_model, slow_except
 
 from infinigen_jax.cache.layers import Slots
+from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.models.llama import Layer
 from infinigen_jax.ops.span import Span
@@ -26,7 +27,7 @@ from infinigen_jax.policies import (
     Quest,
     Window,
 )
-from infinigen_jax.policies.base import Attended, Lookup
+from infinigen_jax.policies.base import Attended, Budgeted, Lookup
 from infinigen_jax.selection.select import Request
 
 KINDS = [Window, H2O, Quest, PreviousQuery, Oracle]
@@ -57,7 +58,9 @@ def settings(**more):
 @functools.partial(jax.jit, static_argnums=0)
 def select(policy: Any, state: Any, query: jax.Array, at: jax.Array) -> Request:
     layer, size = FixedQuery(query), policy.request_size(T)
-    return policy.select(Lookup(CONFIG, layer, {}, state, jnp.zeros((B, 4)), at, size, T))
+    return policy.select(
+        Lookup(CONFIG, layer, {}, state, jnp.zeros((B, 4)), at, jnp.int32(0), size, T)
+    )
 
 
 def requested(policy, state, query=None, at=POSITIONS) -> Request:
@@ -110,7 +113,13 @@ def test_window_takes_the_most_recent_of_a_pool():
     held = np.array([[rng.permutation(eligible(i))[:size] for _ in range(K)] for i in range(B)])
     held[:, :, ::3] = -1
     given: Any = CONFIG, FixedQuery(jnp.zeros((B, K, G, D))), {}, policy.init(CONFIG, B, size)
-    given += (jnp.zeros((B, 4)), jnp.asarray(POSITIONS), policy.request_size(size), size)
+    given += (
+        jnp.zeros((B, 4)),
+        jnp.asarray(POSITIONS),
+        jnp.int32(0),
+        policy.request_size(size),
+        size,
+    )
     request = jax.jit(lambda held: policy.select(Lookup(*given, held=held)))(jnp.asarray(held))
     for i, j in np.ndindex(B, K):
         slots = np.asarray(request.slots)[i, j, : int(request.count[i, j])]
@@ -262,3 +271,51 @@ def test_all_follow_the_protocol():
 def test_settings_that_cannot_be_are_refused(policy, wrong):
     with pytest.raises(InputError, match=f"{next(iter(wrong))} "):
         policy(**wrong)
+
+
+class NoDataclass(Budgeted):
+    name: ClassVar[str] = "mine"
+
+    def __init__(self, sign: int):
+        super().__init__()
+        object.__setattr__(self, "sign", sign)  # no field: equal programs for all signs
+
+    def select(self, lookup: Lookup) -> Request:
+        return self.choose(lookup.slot_positions.astype(jnp.float32)[:, :, None], lookup)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mine(Budgeted):
+    """Newest rows on the first host layer, none on the others."""
+
+    name: ClassVar[str] = "mine"
+
+    window: int = 4
+    more: Any = 0
+    narrow: bool = False
+
+    def select(self, lookup: Lookup) -> Request:
+        request = self.choose(lookup.slot_positions.astype(jnp.float32)[:, :, None], lookup)
+        slots = request.slots[:, :, :1] if self.narrow else request.slots
+        return Request(slots, jnp.where(lookup.number == 0, request.count, 0))
+
+
+@pytest.mark.parametrize(
+    ("policy", "problem"),
+    [
+        (NoDataclass(1), "decorate it with"),
+        (Mine(more=[1]), "unhashable type.* arrays come from `prepare`"),
+        (Mine(narrow=True), r"returned slots \[1, 2, 1\] .*give \[1, 2, 12\]"),
+    ],
+)
+def test_policies_that_cannot_be_are_refused(policy, problem):
+    with pytest.raises(InputError, match=problem):
+        Engine(random_model("gqa"), policy=policy, dense_layers=0).generate([5] * 60, None, 4)
+
+
+def test_a_selection_knows_its_layer():
+    model = random_model("gqa")
+    run = Engine(model, policy=Mine(budget=0.1), dense_layers=0).start([5] * 60, None, 4)
+    _, selected = run.watch(lambda decoder, seen: (seen.after, seen.after.counts.selected), [7])
+    assert [int(counts[0]) > 0 for counts in selected] == [True] * model.config.num_layers
+    assert int(selected[-1][0]) == int(selected[0][0]) == 6 * model.config.num_kv_heads
