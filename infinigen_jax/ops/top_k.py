@@ -19,13 +19,6 @@ _SMALLEST = 0x00800000  # the key of the smallest normal number
 _LOWEST = -(2**31)  # below the keys of all numbers
 
 
-class Bounds(NamedTuple):
-    """Bounds on ranks: none is below `low` or above `high`."""
-
-    low: Float[Array, "b k"]
-    high: Float[Array, "b k"]
-
-
 def top_mask(rank: Float[Array, "b k t"], count: Int[Array, "b k"]) -> Bool[Array, "b k t"]:
     """Mark the `count` largest entries of each row, equal ones in order of position. No NaN.
 
@@ -39,21 +32,15 @@ def top_mask(rank: Float[Array, "b k t"], count: Int[Array, "b k"]) -> Bool[Arra
 
 
 def top_marks(
-    rank: Float[Array, "b k t"],
-    count: Int[Array, "b k"],
-    candidates: Bool[Array, "b k t"],
-    between: Bounds | None = None,
+    rank: Float[Array, "b k t"], count: Int[Array, "b k"], candidates: Bool[Array, "b k t"]
 ) -> tuple[Bool[Array, "b k t"], UInt32[Array, "b k v"]]:
-    """Return `top_mask` of the candidates, all above -inf, and the mask packed into words.
-
-    `between` bounds the candidates' ranks, if known; it saves two passes.
-    """
+    """Return `top_mask` of the candidates, all above -inf, and the mask packed into words."""
     words = pack_marks(candidates)
     above = marked(words)
 
     def search(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         candidates = state[0]
-        mask = _searched(jnp.where(candidates, rank, -jnp.inf), count, candidates, above, between)
+        mask = _searched(jnp.where(candidates, rank, -jnp.inf), count, candidates, above)
         return mask, pack_marks(mask), jnp.bool_(False)
 
     # A loop of at most one pass: a condition would copy the marks even without a search.
@@ -66,13 +53,10 @@ def _searched(
     count: Int[Array, "b k"],
     finite: Bool[Array, "b k t"],
     above: Int[Array, "b k"],
-    between: Bounds | None = None,
 ) -> Bool[Array, "b k t"]:
     """Search as described in `top_mask`, with `above` entries in `finite`."""
-    if between is None:
-        between = Bounds(-best(jnp.where(finite, -rank, -jnp.inf)), best(rank))
     # Invariant: at least `count` entries are >= low, fewer than `count` are >= high.
-    lowest, highest = _key(between.low), _key(between.high)
+    lowest, highest = _key(-best(jnp.where(finite, -rank, -jnp.inf))), _key(best(rank))
     enough, none = (above >= count) & (above > 0), count == 0
     low = jnp.where(enough, lowest, _key(jnp.float32(-jnp.inf)))
     at_low = jnp.where(enough, above, rank.shape[-1])

@@ -17,9 +17,7 @@ from infinigen_jax.numeric import LEAST_SHARE
 from infinigen_jax.ops.compaction import compact_words, marked, pack_marks
 from infinigen_jax.ops.indexing import put
 from infinigen_jax.ops.reductions import best, summed
-from infinigen_jax.ops.top_k import Bounds, top_marks
-
-ROUNDING = 2.0**-22  # relative bound on the rounding error of float32
+from infinigen_jax.ops.top_k import top_marks
 
 
 class Rest(NamedTuple):
@@ -136,7 +134,6 @@ def select(
         eligible = eligible if eligible.ndim == 3 else eligible[:, None]
         scores = jnp.where(eligible[:, :, None], scores, -jnp.inf)
     passing = group_margin(scores) > -alpha
-    between = _bounds(scores, alpha) if mode == "head" else None
     count, rank = _entries(passing), group_rank(scores)
     if mode == "mean":  # a head may get more than its own count; fill up by rank
         candidates = _entries(rank > -jnp.inf)
@@ -144,20 +141,8 @@ def select(
         mean = jnp.sum(count) // jnp.maximum(1, sequences * count.shape[1])
         count = jnp.minimum(mean, candidates)
     count = jnp.minimum(count, cap[:, None])
-    slots, chosen, marks = top_choice(
-        rank, count, size, passing if mode == "head" else None, between
-    )
+    slots, chosen, marks = top_choice(rank, count, size, passing if mode == "head" else None)
     return Request(slots, count, chosen=chosen, marks=marks)
-
-
-def _bounds(scores: Float[Array, "b k g t"], alpha: float) -> Bounds | None:
-    """Return bounds on the ranks of the tokens that pass alpha; None if the scores give none."""
-    if scores.shape[2] > 1 or not math.isfinite(alpha):
-        return None
-    high = best(scores)[:, :, 0]
-    low = high - alpha
-    # The comparison with -alpha uses rounded differences, so a passing rank may lie slightly lower.
-    return Bounds(low - ROUNDING * (jnp.abs(low) + alpha), high)
 
 
 def top_choice(
@@ -165,7 +150,6 @@ def top_choice(
     count: Int[Array, "b k"],
     size: int,
     candidates: Bool[Array, "b k t"] | None = None,
-    between: Bounds | None = None,
 ) -> tuple[Int[Array, "b k n"], Bool[Array, "b k t"], UInt32[Array, "b k v"]]:
     """Return the slots of the `count` largest ranks of each KV head, and their mask in two forms.
 
@@ -176,12 +160,11 @@ def top_choice(
     Args:
         size: length n of the slots. The padding is slot 0, which is never unwritten memory.
         candidates: mask of the ranks that count, all above -inf; None for all ranks above -inf.
-        between: bounds on the candidates' ranks, if known; they save the search two passes.
     """
     candidates = rank > -jnp.inf if candidates is None else candidates
 
     def by_threshold(rank: Array, count: Array, candidates: Array) -> tuple[Array, Array, Array]:
-        chosen, marks = top_marks(rank, count, candidates, between)
+        chosen, marks = top_marks(rank, count, candidates)
         return compact_words(marks, size), chosen, marks
 
     def by_sorting(rank: Array, count: Array, candidates: Array) -> tuple[Array, Array, Array]:
