@@ -139,16 +139,16 @@ class Conversation:
             while True:
                 with held_interrupts() as interrupted:
                     tokens = next(steps, None)
-                    if tokens is None:
-                        break
-                    if turn != self._turns:
-                        reset = "the conversation was reset during this turn; start another"
-                        raise InputError(reset)
-                    # The rest of a lossless round, after a stop string, has none.
-                    self.tokens += [token for token in tokens if token is not None]
+                    if turn == self._turns:
+                        # The rest of a lossless round, after a stop string, has none.
+                        self.tokens += [token for token in tokens or () if token is not None]
                 if interrupted.is_set():
                     self._keep(run, turn)
                     raise KeyboardInterrupt
+                if tokens is None:
+                    break
+                if turn != self._turns:
+                    raise InputError("the conversation was reset during this turn; start another")
                 yield Step(tokens, run.push_text(tokens))
             tail = run.finish_text()
             if any(tail):

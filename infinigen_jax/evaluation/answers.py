@@ -33,7 +33,7 @@ def answer(
         prompts: token ids, at least two per prompt; lengths may differ.
         decoded: number of last tokens of each prompt to decode, at least 1; the others are
             prefilled. Reduced to leave every prompt one token to prefill.
-        new: tokens to generate, fewer at the end of the model's positions; tokens after the end of
+        new: tokens to generate, fewer if the model has no room for them; tokens after the end of
             a text are ignored.
         batch: batch size. The last batch repeats prompts to fill up, so that one compilation
             serves all.
@@ -55,7 +55,8 @@ def _answer_batch(
 ) -> tuple[Int[np.ndarray, "k n"], Traffic]:
     """Answer the first `kept` prompts; the others fill the batch."""
     decoded = min(decoded, *(len(prompt) - 1 for prompt in prompts))
-    size, new = new, engine.model.config.fitting(new, prompts)
+    room = engine.model.config.room
+    size, new = new, max(1, min(new, *(room(len(p) - decoded) - decoded for p in prompts)))
     try:
         run = engine.start([p[:-decoded] for p in prompts], max_new_tokens=decoded + new)
     except MemoryShortageError as error:

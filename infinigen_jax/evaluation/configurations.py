@@ -72,11 +72,13 @@ def check(chosen: list[Configuration], model: "Model") -> None:
     from infinigen_jax.cache.row_format import row_format
     from infinigen_jax.engine.runtime import curves_for
     from infinigen_jax.engine.settings import check_pool
+    from infinigen_jax.transfer import make_transfer
 
+    in_place = make_transfer(chosen[0].options.transfer or "auto").in_place
     for configuration in chosen:
         check_pool(configuration.pool, configuration.policy)
         pooled = configuration.pool is not None
-        curves_for(model, configuration.policy.fitted(model, in_place=False, pooled=pooled))
+        curves_for(model, configuration.policy.fitted(model, in_place, pooled))
         row_format(configuration.rows, model.dtype, model.config.head_dim)
 
 

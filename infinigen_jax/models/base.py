@@ -131,8 +131,8 @@ class ModelConfig:
 
     def room(self, length: int) -> int:
         """Return the most tokens by which a sequence of `length` cached tokens may grow."""
-        short = self.longest_short
-        return short + 1 - length if short and length <= short else self.max_positions - length
+        short, limit = self.longest_short, self.max_positions
+        return min(short + 1, limit) - length if short and length <= short else limit - length
 
     def fitting(self, most: int, prompts: Sequence[Sequence[int]]) -> int:
         """Return `most`, or fewer new tokens if there is no room after the prompts; at least 1."""

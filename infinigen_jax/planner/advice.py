@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from infinigen_jax.cache.row_format import row_format
+from infinigen_jax.errors import ParameterError
 from infinigen_jax.planner.forecast import Forecast, Planner
 from infinigen_jax.settings.engine import EngineOptions
 
@@ -87,7 +88,10 @@ def fits(planner: Planner, batch: int, context: int) -> bool:
         dataclasses.replace(planner.asked, weights=weights, dense_layers=dense, **leanest)
         for weights, dense in itertools.product(tried["weights"], tried["dense_layers"])
     )
-    return any(planner.forecast(each, batch, context).fits for each in settings)
+    try:
+        return any(planner.forecast(each, batch, context).fits for each in settings)
+    except ParameterError:  # a pool's tokens are too few for a longer context
+        return False
 
 
 def choices(planner: Planner) -> dict[str, list[Any]]:

@@ -129,7 +129,7 @@ def keep_on_device(
 
 
 @compiled(
-    lambda at: (at.batch, at.rows, at.batch, at.whole),
+    lambda at: (at.batch, at.rows, at.batch, at.rows, at.whole),
     chunk_options,
     static_argnames="observed",
     donate_argnums=1,
@@ -146,7 +146,7 @@ def host_layer(
     stored: tuple[Params, ...] = (),
     *,
     observed: bool,
-) -> tuple[Array, Array, Any, Any]:
+) -> tuple[Array, Array, Array | None, Array | None, Any]:
     """Return `device_layer`'s results, and with `observed` also queries and received attention."""
     upcoming, x = start_next(stored, x)
     prior, cap = host_rows(decoder, host, number, scales, span), decoder.config.attention_softcap
@@ -154,10 +154,10 @@ def host_layer(
     result = chunk_layer(layer, x, span, lengths, prior, cap=cap)
     upcoming, x = await_copy(upcoming, result.x)
     if not observed:
-        return x, result.rows, None, upcoming
+        return x, result.rows, None, None, upcoming
     log_sum = result.attended.log_sum
     mass = attention_mass(result.queries, result.keys, log_sum, span, prior, cap)
-    return x, result.rows, (result.queries, mass), upcoming
+    return x, result.rows, result.queries, mass, upcoming
 
 
 @compiled(lambda at: (at.batch, at.batch))

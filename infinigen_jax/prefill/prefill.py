@@ -322,9 +322,10 @@ def _layers(
             at = host_numbers(decoder)[number]
             observed = decoder.policy.observes and not decoder.streams(number)
             cached = store.scales[number], store.host, at, span, lengths
-            x, rows, observations, upcoming = programs.host_layer(
+            x, rows, *seen, upcoming = programs.host_layer(
                 chunks, params, x, *cached, stored, observed=observed
             )
+            observations = tuple(seen) if observed else None
         store.keep(i, rows, span, observations)
         look(i + 1, x, *span)
         return x, upcoming

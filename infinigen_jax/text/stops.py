@@ -1,6 +1,6 @@
 """Stop strings: text ends before the first of them, also if it is split between tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.text.detokenize import checked_text
@@ -8,7 +8,7 @@ from infinigen_jax.text.detokenize import checked_text
 
 def checked_stops(stop: str | Sequence[str]) -> tuple[str, ...]:
     """Return stop strings, a single one as a tuple."""
-    if not isinstance(stop, str | Sequence) or isinstance(stop, bytes):
+    if not isinstance(stop, Iterable) or isinstance(stop, bytes):
         raise ParameterError("stop", "give texts that end an answer", repr(stop))
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     for text in stops:

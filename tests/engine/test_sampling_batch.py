@@ -5,7 +5,7 @@ import pytest
 from runtime import NEW, SPARSE, engine, finished, numbers, tokens_of
 
 from infinigen_jax.engine.sampler import sampling_programs
-from infinigen_jax.engine.verdict import draft, judge
+from infinigen_jax.engine.verdict import begin, draft, judge
 from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.settings.sampling import Sampling
 
@@ -47,7 +47,7 @@ def test_a_change_of_settings_compiles_nothing():
 def test_settings_of_prompts_that_wait_or_end_compile_nothing_late(kinds, lossless, monkeypatch):
     """The programs are those of all prompts' settings from the first step."""
     monkeypatch.setattr("infinigen_jax.programs.program.program_folder", lambda: None)
-    for programs in (sampling_programs, draft.of, judge.of):
+    for programs in (sampling_programs, begin.of, draft.of, judge.of):
         programs.cache_clear()
     options = {"lossless": True, "draft_tokens": 2} if lossless else {}
     settings = [SETTINGS[kind] for kind in kinds]

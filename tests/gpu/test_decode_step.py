@@ -1,7 +1,6 @@
 """XLA's programs for the package's functions: a decode step, a flush and a prompt's layer.
 
-The claims of docs/gpu.md, each a test, with an alternative that was rejected. To look at a
-schedule: `python tests/gpu/show_schedule.py`.
+The claims of docs/gpu.md, each a test. To look at a schedule: `python tests/gpu/show_schedule.py`.
 """
 
 import step_programs as sp

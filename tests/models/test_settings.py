@@ -26,6 +26,7 @@ from infinigen_jax.models import ModelConfig, config_from_hf
         (80, [10, 70], 11),
         (80, [80], 1),
         (80, [81], 19),
+        (100, [70], 30),
     ],
 )
 def test_new_tokens_that_a_model_takes(short, lengths, most):

@@ -159,6 +159,7 @@ def test_small_rows_are_scaled_by_the_first_chunk():
     for of_chunks, of_first, of_whole in zip(cache.scales, first.scales, whole.scales, strict=True):
         for i in longer:
             np.testing.assert_array_equal(of_chunks.centre[i], of_first.centre[i])
+            np.testing.assert_array_equal(of_chunks.scale[i], of_first.scale[i])
             assert (of_chunks.centre[i] != of_whole.centre[i]).any()
     # Later chunks read each layer's rows as stored: near, not equal.
     for x, y in zip(cache.local, whole.local, strict=True):
