@@ -1,6 +1,7 @@
 """Settings of an engine: a frozen object, checked on construction."""
 
 import dataclasses
+import functools
 
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.numeric import listed
@@ -33,11 +34,7 @@ class EngineSettings(EngineOptions):
                 f"(docs/api.md), or a name: {', '.join(POLICIES)}",
             )
         check_policy(type(self.policy), type(self.policy).__name__)
-        try:
-            hash(self.policy)
-        except TypeError as error:
-            problem = f"{error}; its fields are constants, and arrays come from `prepare`"
-            raise ParameterError("policy", problem, self.policy.name) from None
+        _check_fields(self.policy)
         if self.pool is not None and not isinstance(self.pool, Pool):
             raise ParameterError("pool", "give Pool(tokens=4096) or Pool(share=0.8)", self.pool)
         check_pool(self.pool, self.policy)
@@ -57,6 +54,20 @@ class EngineSettings(EngineOptions):
         if isinstance(policy, str) and policy in POLICIES:
             policy = POLICIES[policy]()
         return cls(policy=policy, **settings)  # pyright: ignore[reportArgumentType]
+
+
+def _check_fields(policy: Policy) -> None:
+    """Refuse a policy whose fields do not tell it from others: they name its programs."""
+    kind, fields = type(policy), {field.name for field in dataclasses.fields(policy)}  # pyright: ignore
+    for name in vars(policy).keys() - fields:
+        if not isinstance(getattr(kind, name, None), functools.cached_property):
+            problem = f"its `{name}` is no field; make {kind.__name__} a frozen dataclass with it"
+            raise ParameterError("policy", problem, policy.name)
+    try:
+        hash(policy)
+    except TypeError as error:
+        problem = f"{error}; its fields are constants, and arrays come from `prepare`"
+        raise ParameterError("policy", problem, policy.name) from None
 
 
 def check_pool(pool: Pool | None, policy: Policy) -> None:

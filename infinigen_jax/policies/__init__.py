@@ -3,6 +3,7 @@
 An entry point of the group ENTRY_POINTS, or a path, names a policy of another package.
 """
 
+import dataclasses
 import importlib
 import importlib.metadata
 import inspect
@@ -91,12 +92,8 @@ def check_policy(kind: Any, name: str) -> None:
 
 def _problem(kind: Any) -> str:
     """Return what keeps a class from being a policy; empty if nothing does."""
-    if not (inspect.isclass(kind) and issubclass(kind, Policy)):
+    if not (inspect.isclass(kind) and issubclass(kind, Policy) and dataclasses.is_dataclass(kind)):
         return "not a policy: derive a frozen dataclass from `Budgeted`"
-    # Programs are found by a policy's fields; other attributes would be ignored.
-    made: dict[str, Any] = dict(vars(kind))
-    if "__dataclass_fields__" not in made or not made["__dataclass_params__"].frozen:
-        return "not a policy: decorate it with `dataclasses.dataclass(frozen=True, kw_only=True)`"
     if not hasattr(kind, "name"):
         return "a policy needs a `name`"
     for method in ("request_size", "select", "init", "append", "observe_queries", "observe"):

@@ -37,13 +37,13 @@ class Lookup:
         weights: arrays that `Policy.prepare` returned for the layer.
         state: the policy's state of the layer.
         a: attention input of the layer `lead` earlier; see `Policy.source`.
-        number: index of the layer among those on the host.
         size: static number of rows in a request, equal for all layers.
         capacity: number of slots t that the host cache has for each sequence.
         share: numerator and denominator of the layer's budget, for all sequences or for each; None
             if all use the policy's budget.
         held: with a pool, position of the row in each slot, -1 if the slot has no row to fetch.
             None without a pool: slot = position, and every host-only row may be fetched.
+        number: index of the layer among those on the host; an engine always gives it.
     """
 
     config: ModelConfig
@@ -52,11 +52,11 @@ class Lookup:
     state: Any
     a: Float[Array, "b e"]
     positions: Int[Array, " b"]
-    number: Int[Array, ""]
     size: int
     capacity: int
     share: Int[Array, "*n 2"] | None = None
     held: Int[Array, "b k t"] | None = None
+    number: Int[Array, ""] | None = None
 
     @property
     def query(self) -> Float[Array, "b k g d"]:

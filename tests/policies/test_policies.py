@@ -58,9 +58,7 @@ def settings(**more):
 @functools.partial(jax.jit, static_argnums=0)
 def select(policy: Any, state: Any, query: jax.Array, at: jax.Array) -> Request:
     layer, size = FixedQuery(query), policy.request_size(T)
-    return policy.select(
-        Lookup(CONFIG, layer, {}, state, jnp.zeros((B, 4)), at, jnp.int32(0), size, T)
-    )
+    return policy.select(Lookup(CONFIG, layer, {}, state, jnp.zeros((B, 4)), at, size, T))
 
 
 def requested(policy, state, query=None, at=POSITIONS) -> Request:
@@ -113,13 +111,7 @@ def test_window_takes_the_most_recent_of_a_pool():
     held = np.array([[rng.permutation(eligible(i))[:size] for _ in range(K)] for i in range(B)])
     held[:, :, ::3] = -1
     given: Any = CONFIG, FixedQuery(jnp.zeros((B, K, G, D))), {}, policy.init(CONFIG, B, size)
-    given += (
-        jnp.zeros((B, 4)),
-        jnp.asarray(POSITIONS),
-        jnp.int32(0),
-        policy.request_size(size),
-        size,
-    )
+    given += (jnp.zeros((B, 4)), jnp.asarray(POSITIONS), policy.request_size(size), size)
     request = jax.jit(lambda held: policy.select(Lookup(*given, held=held)))(jnp.asarray(held))
     for i, j in np.ndindex(B, K):
         slots = np.asarray(request.slots)[i, j, : int(request.count[i, j])]
@@ -273,7 +265,7 @@ def test_settings_that_cannot_be_are_refused(policy, wrong):
         policy(**wrong)
 
 
-class NoDataclass(Budgeted):
+class NoField(Budgeted):
     name: ClassVar[str] = "mine"
 
     def __init__(self, sign: int):
@@ -303,7 +295,7 @@ class Mine(Budgeted):
 @pytest.mark.parametrize(
     ("policy", "problem"),
     [
-        (NoDataclass(1), "decorate it with"),
+        (NoField(1), "its `sign` is no field; make NoField a frozen dataclass"),
         (Mine(more=[1]), "unhashable type.* arrays come from `prepare`"),
         (Mine(narrow=True), r"returned slots \[1, 2, 1\] .*give \[1, 2, 12\]"),
     ],

@@ -91,9 +91,8 @@ def test_an_index_of_128k_tokens_chooses_what_numpy_does():
         np.random.default_rng(1).normal(size=(1, config.hidden_size)).astype(np.float32)
     )
     size = policy.request_size(tokens)
-    given = at, jnp.int32(0), size, tokens
     select = jax.jit(
-        lambda a, state: policy.select(Lookup(config, layer, weights, state, a, *given))
+        lambda a, state: policy.select(Lookup(config, layer, weights, state, a, at, size, tokens))
     )
     request = select(a, state)
     query = np.asarray(config.grouped(layer.query(a, at)))[0]
