@@ -55,10 +55,11 @@ def _answer_batch(
 ) -> tuple[Int[np.ndarray, "k n"], Traffic]:
     """Answer the first `kept` prompts; the others fill the batch."""
     decoded = min(decoded, *(len(prompt) - 1 for prompt in prompts))
-    room = engine.model.config.room
-    size, new = new, max(1, min(new, *(room(len(p) - decoded) - decoded for p in prompts)))
+    cached = [p[:-decoded] for p in prompts]
+    most = engine.model.config.fitting(decoded + new, cached)
+    size, new = new, max(1, most - decoded)
     try:
-        run = engine.start([p[:-decoded] for p in prompts], max_new_tokens=decoded + new)
+        run = engine.start(cached, max_new_tokens=decoded + new)
     except MemoryShortageError as error:
         raise ParameterError("batch", f"lower it ({error})", len(prompts)) from None
     given = np.array([p[-decoded:] for p in prompts], np.int32)

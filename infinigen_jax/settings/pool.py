@@ -47,7 +47,10 @@ class Pool(Settings):
         whole_number(1),
     )
     share: float | None = setting(
-        None, "alternative to tokens: share of the longest sequence's tokens", "S", share()
+        None,
+        "alternative to tokens: share of the longest sequence's tokens, at least the recent window",
+        "S",
+        share(),
     )
     eviction: str = setting(
         "counter",

@@ -34,7 +34,7 @@ class Settings:
     """Base of dataclasses with settings, which are checked on construction.
 
     Raise ParameterError for a value that is not allowed. The message names the setting, prefixed
-    by `room`. None is allowed where it is the default.
+    by `room`. None is allowed where it is the default. NumPy's numbers become Python's.
     """
 
     room: ClassVar[str] = ""
