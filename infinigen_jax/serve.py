@@ -75,7 +75,7 @@ def build_parser() -> Parser:
     add_engine_options(parser, pool=False)
     add_settings(parser.experts, EngineOptions, ("draft_tokens", "draft_weights"))
     add = parser.add_argument_group("output").add_argument
-    add("--quiet", action="store_true", help="no messages on stderr but errors")
+    add("--quiet", action="store_true", help="no messages on stderr but warnings and errors")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Share of the true attention that each policy covers, by layer, head and position.
+"""Share of the true attention that each policy covers, by layer and position.
 
 Like `perplexity` it runs decode steps over windows of a text. In each step it also computes
 attention over the whole cache from the step's queries and rows:

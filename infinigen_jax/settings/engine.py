@@ -52,7 +52,8 @@ class EngineOptions(Settings):
     )
     hot_set: float | None = setting(
         None,
-        "rows kept on the device after use, in multiples of the budget, at least 1; 0: none "
+        "rows kept on the device after use, in multiples of the rows that one step may fetch of a "
+        "layer, at least 1; 0: none "
         "(default: 2 with transfer cuda, else none)",
         "M",
         Range(1, LARGEST_FACTOR, or_zero=True),
@@ -73,7 +74,7 @@ class EngineOptions(Settings):
     draft_weights: str | None = setting(
         None,
         "copy of the weights for drafts, with lossless: none, bfloat16, int8 or int4 (default: "
-        "int8 on a CPU or with weights host, else none)",
+        "int8 on a CPU or with weights host, unless the weights are small already; else none)",
         "T",
         OneOf(("none", *WEIGHT_DTYPES)),
     )
