@@ -61,7 +61,9 @@ def memory_of(engine: Engine, batch: int, tokens: int) -> Memory:
     """Return the memory of an engine of this package for `tokens` tokens of every sequence."""
     capacity = round_up_capacity(tokens)
     plan = plan_cache(engine.decoder, batch, capacity)
-    work = step_bytes(engine.decoder, batch, capacity, 0, plan.resident)
+    work = step_bytes(
+        engine.decoder, engine.runtime.weights.params, batch, capacity, 0, plan.resident
+    )
     return Memory(plan.at_work(work).device, plan.host_cache)
 
 

@@ -67,7 +67,7 @@ class PromptReader:
         """Choose the cache sizes of a batch; the longest sequence and its answer have `tokens`."""
         self.decoder = runtime.decoder
         self.tokens_read = 0
-        self._runtime = runtime
+        self._runtime, self._params = runtime, runtime.weights.params
         self._prompts = prompts
         self._sharing = None
         self._longest = max(map(len, prompts))
@@ -112,11 +112,11 @@ class PromptReader:
 
     def _read_bytes(self, batch: int, longest: int) -> int:
         chunk = self.chunk_length(longest, batch)
-        return prefill_bytes(self.decoder, batch, chunk, self.capacity)
+        return prefill_bytes(self.decoder, self._params, batch, chunk, self.capacity)
 
     def _step_bytes(self, batch: int) -> int:
         drafted, resident = self._runtime.draft_room, self.cache_plan(batch).resident
-        return step_bytes(self.decoder, batch, self.slots, drafted, resident)
+        return step_bytes(self.decoder, self._params, batch, self.slots, drafted, resident)
 
     def chunk_length(self, longest: int, batch: int) -> int:
         """Return the prefill chunk length for `batch` prompts of at most `longest` tokens."""

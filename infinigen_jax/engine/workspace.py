@@ -3,6 +3,8 @@
 from infinigen_jax.cuda.scoring import LEADING
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.machine.memory_limits import tree_bytes
+from infinigen_jax.models import Params
+from infinigen_jax.models.small_weights import decoded_size
 from infinigen_jax.prefill.attention import CPU_TILE, DEVICE_TILE_BYTES
 from infinigen_jax.prefill.prior_rows import BLOCK
 from infinigen_jax.transfer.host_weights import in_host_memory
@@ -10,9 +12,10 @@ from infinigen_jax.transfer.host_weights import in_host_memory
 FLOAT32 = 4  # bytes
 
 
-def prefill_bytes(decoder: Decoder, batch: int, chunk: int, capacity: int) -> int:
+def prefill_bytes(decoder: Decoder, params: Params, batch: int, chunk: int, capacity: int) -> int:
     """Return the bytes of temporaries of a layer for `chunk` tokens of each prompt."""
-    common = FLOAT32 * batch * decoder.config.vocab_size + _arriving_bytes(decoder)
+    common = FLOAT32 * batch * decoder.config.vocab_size + _arriving_bytes(decoder, params)
+    common += _decoded_bytes(decoder, params, batch * chunk, batch)
     if decoder.transfer.in_place:
         return _prefill_on_cpu(decoder, batch, chunk, capacity) + common
     config, item = decoder.config, decoder.dtype.itemsize
@@ -47,8 +50,13 @@ def _prefill_on_cpu(decoder: Decoder, batch: int, chunk: int, capacity: int) -> 
     return common + FLOAT32 * (max(attention, mlp) + weights)
 
 
-def decode_bytes(decoder: Decoder, batch: int, capacity: int) -> int:
-    """Return the bytes of temporaries of a decode step: rows, speculated scores and logits."""
+def decode_bytes(
+    decoder: Decoder, params: Params, batch: int, capacity: int, tokens: int = 1
+) -> int:
+    """Return the bytes of temporaries of a decode step: rows, scores and logits.
+
+    Products are with `tokens` tokens of each sequence, several in a verification.
+    """
     config = decoder.config
     selecting = bool(decoder.selecting)
     requested = decoder.request_size(capacity) if selecting else 0
@@ -59,28 +67,44 @@ def decode_bytes(decoder: Decoder, batch: int, capacity: int) -> int:
     scores = 3 * FLOAT32 * batch * config.num_heads * capacity if selecting else 0
     if selecting and (block := decoder.policy.tail_block) > 1:  # with mean entries of the blocks
         scores += FLOAT32 * batch * config.num_heads * (capacity // block) * LEADING[-1]
+    if decoder.host_layers < config.num_layers:  # scores and weights of a layer on the device
+        scores = max(scores, 2 * FLOAT32 * batch * config.num_heads * capacity)
     ends = FLOAT32 * batch * (2 * config.vocab_size + 4 * config.intermediate_size)
-    ends += _arriving_bytes(decoder)
+    ends += _arriving_bytes(decoder, params)
+    ends += _decoded_bytes(decoder, params, batch * tokens, batch * tokens)
     return moved + scores + ends + _converted_bytes(decoder, batch, capacity)
 
 
-def step_bytes(decoder: Decoder, batch: int, capacity: int, drafted: int, resident: int) -> int:
+def step_bytes(
+    decoder: Decoder, params: Params, batch: int, capacity: int, drafted: int, resident: int
+) -> int:
     """Return the bytes of temporaries of a decode step, or of a round with `drafted` tokens.
 
     A draft copies `resident` bytes of rows for its undo.
     """
-    step, config = decode_bytes(decoder, batch, capacity), decoder.config
+    step, config = decode_bytes(decoder, params, batch, capacity, drafted + 1), decoder.config
     if not drafted:
         return step
     rows = config.num_layers * config.num_kv_heads * 2 * config.head_dim * decoder.dtype.itemsize
     return step + resident + batch * drafted * (rows + 2 * FLOAT32 * config.vocab_size)
 
 
-def _arriving_bytes(decoder: Decoder) -> int:
+def _arriving_bytes(decoder: Decoder, params: Params) -> int:
     """Return the device bytes of weights kept in host memory, two layers at a time."""
     if not decoder.weights_on_host:
         return 0
-    return 2 * tree_bytes(in_host_memory(decoder.blueprint.layer_shapes))
+    return 2 * tree_bytes(in_host_memory(params["layers"][0]))
+
+
+def _decoded_bytes(decoder: Decoder, params: Params, rows: int, ends: int) -> int:
+    """Return the bytes of decoded matrices, of a layer for `rows` or of the logits for `ends` rows.
+
+    XLA may decode all matrices of a layer at the same time.
+    """
+    embedding = params["embedding"]
+    layer = decoded_size(params["layers"][0], rows)
+    logits = decoded_size({"": embedding.get("head", embedding["tokens"])}, ends)
+    return max(layer, logits) * decoder.dtype.itemsize
 
 
 def _converted_bytes(decoder: Decoder, batch: int, capacity: int) -> int:

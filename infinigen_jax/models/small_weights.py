@@ -136,6 +136,12 @@ def _decoded(codes: Shaped[Array, "*n 32"], half: int) -> Float[Array, "*n 32"]:
     return codes.astype(jnp.float32)
 
 
+def decoded_size(params: Params, rows: int) -> int:
+    """Return how many numbers `product` decodes for `rows` rows, in all matrices of `params`."""
+    codes = [part["codes"] for part in params.values() if "codes" in part and rows > FEW_ROWS]
+    return sum(x.size * (2 if x.dtype == jnp.uint8 else 1) for x in codes)
+
+
 def product(a: Float[Array, "*b e"], part: Params) -> Float[Array, "*b f"]:
     """Return the product with a small matrix; sums are float32, the result has a's dtype."""
     rows = a.reshape(-1, a.shape[-1])

@@ -231,8 +231,8 @@ class Planner:
             slots = decoder.host_slots(context, capacity)
             length = min(chunk, capacity)
             cache = plan_cache(decoder, batch, capacity, slots)
-            reading = prefill_bytes(decoder, batch, length, capacity)
-            step = step_bytes(decoder, batch, slots, drafted, cache.resident)
+            reading = prefill_bytes(decoder, weights.params, batch, length, capacity)
+            step = step_bytes(decoder, weights.params, batch, slots, drafted, cache.resident)
             sizes = {"chunk": length, "prefill": reading, "decode": step}
             return capacity, slots, sizes | {"plan": cache.at_work(max(reading, step))}
 

@@ -56,12 +56,12 @@ class Limits:
         capacity = round_up_capacity(max(context + room, decoder.policy.window))
         default = CHUNK_ON_CPU if decoder.transfer.in_place else CHUNK
         chunk = min(engine.prefill_chunk or default, capacity)
-        plan = plan_cache(decoder, batch, capacity)
-        step = step_bytes(decoder, batch, capacity, room, plan.resident)
+        plan, params = plan_cache(decoder, batch, capacity), engine.runtime.weights.params
+        step = step_bytes(decoder, params, batch, capacity, room, plan.resident)
         for _ in range(READERS + 1):  # and the answer that is alone
             plan += plan_cache(decoder, 1, capacity)
         plan = dataclasses.replace(plan, host_cache=plan.host_cache + prefix_bytes)
-        reading = prefill_bytes(decoder, 1, chunk, capacity)
+        reading = prefill_bytes(decoder, params, 1, chunk, capacity)
         remedies = Remedies(decoder, ("`context`", "`prefix_bytes`"), batch, may_pool=False)
         check_memory(plan.at_work(max(reading, step)), engine.runtime.device, remedies)
         return cls(batch, context, capacity, chunk, waiting, prefix_bytes, heat_maps)

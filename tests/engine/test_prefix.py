@@ -133,10 +133,11 @@ def test_the_plan_is_of_what_comes_one_after_the_other():
     assert [plan.host_cache - batch for plan in run.phases] == [one - batch, one, one, one, 2 * one]
     assert 2 * alone.dense_cache == run.plan.dense_cache
     assert 3 * alone.dense_cache == copied.dense_cache
-    assert alone.workspace == prefill_bytes(made.decoder, 1, 192, run.capacity)
-    assert ends.workspace == prefill_bytes(made.decoder, 2, 128, run.capacity)
-    assert step.workspace == decode_bytes(made.decoder, 2, run.capacity)
-    assert beside.workspace == prefill_bytes(made.decoder, 1, 128, run.capacity)
+    sizes = made.decoder, made.runtime.weights.params
+    assert alone.workspace == prefill_bytes(*sizes, 1, 192, run.capacity)
+    assert ends.workspace == prefill_bytes(*sizes, 2, 128, run.capacity)
+    assert step.workspace == decode_bytes(*sizes, 2, run.capacity)
+    assert beside.workspace == prefill_bytes(*sizes, 1, 128, run.capacity)
     together = made.start(WHOLE, max_new_tokens=NEW, prefix=len(PREFIX))
     assert [plan.dense_cache // alone.dense_cache for plan in together.phases] == [1, 6, 5, 5]
     assert [plan.dense_cache for plan in made.start(WHOLE, max_new_tokens=NEW).phases] == [
