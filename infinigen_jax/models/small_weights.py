@@ -28,6 +28,7 @@ from infinigen_jax.models.products import most_terms
 from infinigen_jax.settings.engine import WEIGHT_DTYPES
 
 LANES = 32  # inputs in a group
+AT_ONCE = 2**24  # numbers made small at a time, because temporaries take several bytes for each
 FEW_ROWS = 16  # rows up to which `product` beats a product with the decoded matrix
 UNITS = (1.0, 1 / 16)  # of the low and the high bits of a byte, as `_decoded` returns them
 LEVELS = (8, 15)  # least and most steps between the ends of an int4 group
@@ -74,26 +75,33 @@ def shrink_part(part: Params, dtype: str) -> Params:
     """Return {"codes", ...} in place of {"weight" [f, e]} or {"embedding" [f, e]}."""
     rows = part["embedding"] if "embedding" in part else part["weight"]
     rest = {name: x for name, x in part.items() if name not in ("embedding", "weight")}
+    outputs, inputs = rows.shape
+    most = min(outputs, max(1, AT_ONCE // inputs))
+    # Preferably equal pieces: others need a copy of the matrix.
+    size = next((n for n in range(most, most // 8, -1) if outputs % n == 0), most)
+    return rest | lax.map(functools.partial(_small_row, dtype=dtype), rows, batch_size=size)
+
+
+def _small_row(row: Float[Array, " e"], dtype: str) -> Params:
+    """Return the numbers for one output of a small matrix."""
     width = LANES * (2 if dtype == "int4" else 1)
-    rows = jnp.pad(rows.astype(jnp.float32), ((0, 0), (0, -rows.shape[1] % width)))
-    groups = rows.reshape(len(rows), -1, LANES)
+    groups = jnp.pad(row.astype(jnp.float32), (0, -row.size % width)).reshape(-1, LANES)
     if dtype == "bfloat16":
-        bits = lax.bitcast_convert_type(groups.astype(jnp.bfloat16), jnp.uint16)
-        return rest | {"codes": bits}
+        return {"codes": lax.bitcast_convert_type(groups.astype(jnp.bfloat16), jnp.uint16)}
     if dtype == "int8":
         scale = jnp.max(jnp.abs(groups), axis=-1) / 127
         codes = jnp.round(groups / _divisor(scale)[..., None])
-        return rest | {"codes": codes.astype(jnp.int8), "scale": scale}
+        return {"codes": codes.astype(jnp.int8), "scale": scale}
     codes, low, scale = _four_bits(groups)
-    pairs = codes.reshape(len(rows), -1, 2, LANES)
-    return rest | {"codes": pairs[:, :, 0] | (pairs[:, :, 1] << 4), "low": low, "scale": scale}
+    pairs = codes.reshape(-1, 2, LANES)
+    return {"codes": pairs[:, 0] | (pairs[:, 1] << 4), "low": low, "scale": scale}
 
 
 def _divisor(scale: Float[Array, "*n"]) -> Float[Array, "*n"]:
     return jnp.where(scale > 0, scale, 1.0)
 
 
-def _four_bits(groups: Float[Array, "f n 32"]) -> tuple[Any, Any, Any]:
+def _four_bits(groups: Float[Array, "n 32"]) -> tuple[Any, Any, Any]:
     """Return codes below 16, lowest values and steps; choose the step that fits best.
 
     A group that was quantised before may not use all its levels. A step that divides the distance

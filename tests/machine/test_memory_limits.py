@@ -227,6 +227,20 @@ def test_weights_that_the_host_has_no_room_for(monkeypatch, tmp_path):
     room.check_room(tmp_path, shapes, "device")
 
 
+@pytest.mark.parametrize("weight_dtype", [None, "int8"])
+def test_a_layer_is_read_before_it_is_small(monkeypatch, tmp_path, weight_dtype):
+    config = random_model("gqa").config
+    read, kept = blueprint(config, "float32"), blueprint(config, "float32", weight_dtype)
+    needed = tree_bytes((kept.embedding_shapes, [kept.layer_shapes] * config.num_layers))
+    if weight_dtype is not None:
+        needed += tree_bytes(read.layer_shapes)
+    monkeypatch.setattr(room, "available_device_bytes", lambda device: needed)
+    assert room.check_room(tmp_path, kept, "device") == 0
+    monkeypatch.setattr(room, "available_device_bytes", lambda device: needed - 1)
+    with pytest.raises(InputError, match="of memory"):
+        room.check_room(tmp_path, kept, "device")
+
+
 def test_fewer_layers_are_read_at_a_time_where_memory_is_short():
     shapes = blueprint(random_model("gqa").config, "float32")
     layer = tree_bytes(shapes.layer_shapes)
