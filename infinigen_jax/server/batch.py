@@ -29,6 +29,8 @@ from infinigen_jax.server.limits import Limits
 from infinigen_jax.server.metrics import Metrics
 from infinigen_jax.settings.sampling import MOST_LOG_PROBS, Sampling
 
+COPIED = 1024  # tokens whose rows are copied in about the time of a step
+
 # One for each program of `Sampler`.
 SAMPLINGS = (Sampling(), Sampling(temperature=1.0), Sampling(presence_penalty=1.0))
 
@@ -47,8 +49,8 @@ class ServedBatch(abc.ABC):
     """Rows of a batch, their sampling and the answers in them.
 
     An answer that is alone is decoded in a batch of one, which takes over the cache that its prompt
-    was read into. It moves to the whole batch when another one joins, and back when it is alone
-    again (`narrow`).
+    was read into. It moves to the whole batch when another one joins, and back when it has been
+    alone for as long as its copy takes (`narrow`).
     """
 
     kind: type[OpenBatch]
@@ -60,6 +62,7 @@ class ServedBatch(abc.ABC):
         self._heat_maps = limits.heat_maps
         batch, runtime = limits.batch, engine.runtime
         self._capacity, self._spare = limits.capacity, None
+        self._steps_alone = 0  # in the whole batch
         self.live = self._whole = self.kind.empty(runtime, batch, limits.capacity)
         self._alone = self.kind(runtime, 1)
         self._sampler = self._whole_sampler = self._sampler_of([Sampling()] * batch, [()] * batch)
@@ -109,8 +112,11 @@ class ServedBatch(abc.ABC):
     def narrow(self) -> None:
         """Move an answer that is alone to the batch of one, while no other is about to join."""
         alone = self.live is self._whole and len(self.running) == 1
-        if alone and len(self._whole.active) > 1 and self.live.can_join:
-            ((sequence, answer),) = self.running.items()
+        self._steps_alone = self._steps_alone + 1 if alone else 0
+        if not alone or len(self._whole.active) == 1 or not self.live.can_join:
+            return
+        ((sequence, answer),) = self.running.items()
+        if self._steps_alone * COPIED > self.live.cached[sequence]:
             self._narrow(sequence)
             self.running = {0: answer}
 

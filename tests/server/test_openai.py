@@ -65,8 +65,13 @@ def test_chat(served: Served):
     assert [len(entry.top_logprobs) for entry in choice.logprobs.content] == [2] * 20
 
 
-def test_an_answer_that_is_alone_between_others(served: Served, monkeypatch):
-    """It moves between the batch of one and the whole batch, and nothing is compiled."""
+@pytest.mark.parametrize("copied", [1024, 4], ids=["at-once", "later"])
+def test_an_answer_that_is_alone_between_others(served: Served, monkeypatch, copied: int):
+    """It moves between the batch of one and the whole batch, and nothing is compiled.
+
+    It returns after as many steps alone as the copy of its rows takes.
+    """
+    monkeypatch.setattr("infinigen_jax.server.batch.COPIED", copied)
     settings: dict[str, Any] = {"temperature": 0.9, "presence_penalty": 0.5, "seed": 7}
     step, sizes = LiveBatch.step, []
 
@@ -86,7 +91,12 @@ def test_an_answer_that_is_alone_between_others(served: Served, monkeypatch):
         if len(parts) in (30, 80):
             assert served.complete(LONG, max_tokens=5).choices[0].text == other
     assert "".join(parts) == expected.texts[0]
-    assert [size for size, _ in itertools.groupby(sizes)] == [1, ROWS, 1, ROWS, 1]
+    steps = [(size, len(list(group))) for size, group in itertools.groupby(sizes)]
+    assert [size for size, _ in steps] == [1, ROWS, 1, ROWS, 1]
+    joined = [steps[0][1], sum(count for _, count in steps[:3])]
+    for (_, count), before_it in zip(steps[1::2], joined, strict=True):
+        assert count >= before_it / copied
+        assert copied == 4 or count < 20
     assert served.scheduler.late_compilations == before
 
 

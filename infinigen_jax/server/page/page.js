@@ -1,6 +1,7 @@
 // The chat page: sends the conversation, shows the answer as it comes, and the rows it fetched.
 
 const $ = (id) => document.getElementById(id);
+const LONGEST = 65536; // characters of a conversation whose heat maps are small enough to show
 let messages = [];
 let texts = []; // of all tokens of the conversation so far
 let heat = null; // of the last token: {heads: bytes [layers x tokens], layers, tokens}
@@ -38,7 +39,7 @@ function request() {
     model,
     stream: true,
     stream_options: { include_usage: true },
-    heat_map: true,
+    heat_map: messages.reduce((sum, m) => sum + m.content.length, 0) < LONGEST,
     temperature: number("temperature"),
     top_p: number("top_p"),
     seed: number("seed"),
@@ -81,6 +82,11 @@ async function send(text) {
   try {
     if (!model) await findModel();
     const [path, body] = request();
+    if (!body.heat_map) {
+      [texts, heat] = [[], null];
+      $("share").textContent = "too long for a heat map";
+      draw();
+    }
     const response = await fetch(path, {
       method: "POST",
       headers: headers(),
@@ -91,16 +97,19 @@ async function send(text) {
     for await (const part of events(response)) {
       if (part.error) throw new Error(part.error.message);
       const choice = part.choices[0];
-      answer += choice?.delta?.content ?? choice?.text ?? "";
+      const piece = choice?.delta?.content ?? choice?.text ?? "";
+      answer += piece;
       box.textContent = answer;
       const info = part.infinigen ?? {};
       if (info.prompt) texts = info.prompt;
       if (info.token !== undefined) {
         if (info.heads) heat = { ...info, heads: Uint8Array.from(atob(info.heads), (c) => c.charCodeAt(0)) };
         texts.push(info.token);
+        draw();
+      }
+      if (piece || info.token !== undefined) {
         first ||= performance.now();
         count += 1;
-        draw();
       }
       if (count > 1) rates(count, first, started, part.usage, info.fetched_fraction);
     }
@@ -147,7 +156,7 @@ function paint() {
     if (chosen >= 0 && layer !== chosen) continue;
     for (let i = 0; i < heat.tokens; i++) sums[i] += heat.heads[layer * heat.tokens + i];
   }
-  const most = Math.max(1, ...sums);
+  const most = sums.reduce((a, b) => Math.max(a, b), 1);
   [...text.children].forEach((span, i) => {
     const share = (sums[i] ?? 0) / most;
     span.style.background = share ? `rgba(24, 87, 184, ${0.12 + 0.6 * share})` : "";
