@@ -75,11 +75,13 @@ def shrink_part(part: Params, dtype: str) -> Params:
     """Return {"codes", ...} in place of {"weight" [f, e]} or {"embedding" [f, e]}."""
     rows = part["embedding"] if "embedding" in part else part["weight"]
     rest = {name: x for name, x in part.items() if name not in ("embedding", "weight")}
-    outputs, inputs = rows.shape
-    most = min(outputs, max(1, AT_ONCE // inputs))
+    small, (outputs, inputs) = functools.partial(_small_row, dtype=dtype), rows.shape
+    most = max(1, AT_ONCE // inputs)
+    if outputs <= most:
+        return rest | jax.vmap(small)(rows)
     # Preferably equal pieces: others need a copy of the matrix.
     size = next((n for n in range(most, most // 8, -1) if outputs % n == 0), most)
-    return rest | lax.map(functools.partial(_small_row, dtype=dtype), rows, batch_size=size)
+    return rest | lax.map(small, rows, batch_size=size)
 
 
 def _small_row(row: Float[Array, " e"], dtype: str) -> Params:

@@ -24,7 +24,7 @@ from infinigen_jax.errors import ParameterError
 from infinigen_jax.loading.load import Model, embedded, load
 from infinigen_jax.machine.memory_limits import tree_bytes
 from infinigen_jax.messages import Messages
-from infinigen_jax.models import Params
+from infinigen_jax.models import Params, small_weights
 from infinigen_jax.models.linear import in_full, project
 from infinigen_jax.models.packed import split
 from infinigen_jax.models.small_weights import (
@@ -92,6 +92,16 @@ def test_numbers_are_rounded(inputs):
             np.testing.assert_allclose(step, expected, rtol=1e-6)
         else:
             assert (step <= 1.0001 / 8 * (largest - smallest)).all()
+
+
+@pytest.mark.parametrize("outputs", [24, 31], ids=["equal-pieces", "a-rest"])
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
+def test_a_matrix_in_pieces_is_that_at_once(monkeypatch, dtype, outputs):
+    part = {"weight": np.random.default_rng(4).standard_normal((outputs, 70)).astype(np.float32)}
+    whole = shrink_part(part, dtype)
+    monkeypatch.setattr(small_weights, "AT_ONCE", 9 * 70)
+    shrink_part.clear_cache()
+    jax.tree.map(np.testing.assert_array_equal, whole, shrink_part(part, dtype))
 
 
 def test_bytes_per_number():
