@@ -81,13 +81,15 @@ def kept(decoder: Decoder, positions: Int[Array, "b k t"]) -> Kept:
 # A chunk.
 
 
-@compiled(lambda at: at.batch)
+@compiled(lambda at: at.batch, static_argnames="size")
 def embed(
-    decoder: Decoder, params: Params, tokens: Int[Array, "b c"], span: Span
+    decoder: Decoder, params: Params, tokens: Int[Array, "b n"], span: Span, *, size: int
 ) -> Float[Array, "b c e"]:
+    """Return the input of the layers for the first `size` tokens; negative ones are padding."""
+    tokens = jnp.maximum(tokens[:, :size], 0)
     # Padding may lie beyond the last position, where an embedding table would give NaN.
     last = decoder.config.max_positions - 1
-    positions = jnp.minimum(span.positions(tokens.shape[1]), last)
+    positions = jnp.minimum(span.positions(size), last)
     return decoder.blueprint.embedding(params).embed(tokens, positions)
 
 

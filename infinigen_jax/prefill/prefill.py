@@ -223,8 +223,8 @@ def read_chunk(
         zeros = np.zeros((len(tokens), decoder.config.hidden_size), decoder.dtype)
         last = jax.device_put(zeros, at.batch)
     span = Span(cache.lengths, jax.device_put(counts.astype(np.int32), at.batch))
-    placed = jax.device_put(tokens, at.batch)
-    x = programs.embed(chunks, weights.params["embedding"], placed, span)
+    placed, size = jax.device_put(tokens, at.batch), tokens.shape[1]
+    x = programs.embed(chunks, weights.params["embedding"], placed, span, size=size)
     x, cache = _layers(decoder, weights, cache, x, span, lengths, look)
     newest, ends = programs.last_outputs(chunks, x, span, last)
     return cache._replace(lengths=ends), newest
