@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from infinigen_jax.cli.chat import add_chat_options, chat, check_chat_options, interrupts
+from infinigen_jax.cli.chat import add_chat_options, chat, check_chat_options
 from infinigen_jax.cli.dialogue import rate
 from infinigen_jax.cli.options import (
     add_engine_options,
@@ -154,6 +154,8 @@ def print_texts(
     run: "Run", prompts: list[str], label: Say, steps: Iterable[list[int | None]]
 ) -> None:
     """Print the first unfinished prompt's text as it is made, then the others' in order."""
+    from infinigen_jax.engine.conversation import held_interrupts
+
     number, printed = -1, 0  # the prompt whose text is printed, and how many characters of it
 
     def begin_next() -> None:
@@ -169,7 +171,7 @@ def print_texts(
 
     begin_next()
     # An exception from a signal handler can be lost, as in JAX's garbage-collector callback.
-    with interrupts() as interrupted:
+    with held_interrupts(always=True) as interrupted:
         for tokens in steps:
             if interrupted.is_set():
                 raise KeyboardInterrupt

@@ -6,11 +6,8 @@ An input that begins with a slash is a command, see `COMMANDS`.
 import argparse
 import contextlib
 import re
-import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from infinigen_jax.cli.dialogue import Dialogue
@@ -185,8 +182,10 @@ class Talk:
 
     def answer(self, text: str) -> None:
         """Answer a message; Ctrl-C ends the answer, whose text so far is kept."""
+        from infinigen_jax.engine.conversation import held_interrupts
+
         started, given = time.perf_counter(), self._arguments
-        with interrupts() as interrupted:
+        with held_interrupts(always=True) as interrupted:
             pieces = self._dialogue.answer(
                 text, given.max_new_tokens, ignore_eos=given.ignore_eos, stop=given.stop or ()
             )
@@ -199,23 +198,3 @@ class Talk:
         self._seconds = time.perf_counter() - started
         if not self._by_hand:
             self._say(self._dialogue.summary(self._seconds))
-
-
-@contextlib.contextmanager
-def interrupts() -> Iterator[threading.Event]:
-    """Yield an event that the first Ctrl-C sets; a second one ends the program.
-
-    An exception in the middle of a step would leave the cache undefined.
-    """
-    event = threading.Event()
-
-    def interrupt(number: int, frame: object) -> None:
-        if event.is_set():
-            raise KeyboardInterrupt
-        event.set()
-
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield event
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -84,7 +84,7 @@ def insert(
         assert one.host is not None
         shared = shared_slots(one.host, 1)
         count = one.lengths[0] - shared
-        host = copy_sequence(host, one.host, sequence, jnp.int32(shared), count, decoder)
+        host = copy_sequence(decoder, host, one.host, sequence, jnp.int32(shared), count)
     rest = put_sequence(cache._replace(host=None), one._replace(host=None), sequence)
     return rest._replace(host=host), put_sequence(others, new, sequence)
 
@@ -123,12 +123,12 @@ def put_sequence(batch: Any, one: Any, sequence: Int[Array, ""]) -> Any:
 
 
 def copy_sequence(
+    decoder: Decoder,
     host: Shaped[Array, "l a k t w"],
     one: Shaped[Array, "l n k s w"],
     sequence: Int[Array, ""],
     start: Int[Array, ""],
     count: Int[Array, ""],
-    decoder: Decoder,
 ) -> Shaped[Array, "l a k t w"]:
     """Copy `count` slots of a single sequence into one of the host's array, block by block.
 

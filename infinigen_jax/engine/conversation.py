@@ -253,26 +253,27 @@ class Conversation:
 
 
 @contextlib.contextmanager
-def held_interrupts() -> Iterator[threading.Event]:
+def held_interrupts(*, always: bool = False) -> Iterator[threading.Event]:
     """Turn a first Ctrl-C into an event: an exception within a step would lose the cache.
 
-    Handlers of the caller stay, and other threads get no signals.
+    Unless `always`, handlers of the caller stay, and other threads get no signals.
     """
-    event = threading.Event()
+    event, default = threading.Event(), signal.default_int_handler
     main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    if not always and not (main and signal.getsignal(signal.SIGINT) is default):
         yield event
         return
-    signal.signal(
-        signal.SIGINT,
-        lambda number, frame: (
-            signal.default_int_handler(number, frame) if event.is_set() else event.set()
-        ),
-    )
+
+    def interrupt(number: int, frame: object) -> None:
+        if event.is_set():
+            raise KeyboardInterrupt
+        event.set()
+
+    before = signal.signal(signal.SIGINT, interrupt)
     try:
         yield event
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, before)
 
 
 def check_runtime(runtime: Runtime) -> None:

@@ -9,9 +9,8 @@ On the host, the shared rows are stored once for the batch (see `cache.host_arra
 of the prefix, at least a window, are copied, as a flush may write them again.
 """
 
-import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ import numpy as np
 
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement, allocate_host
+from infinigen_jax.decode.compiled import compiled
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.engine.batching import copy_sequence
 from infinigen_jax.errors import ParameterError
@@ -86,7 +86,7 @@ def broadcast(decoder: Decoder, one: Cache, batch: int, sharing: Sharing) -> Cac
     `one` is a cache of a single sequence, with the capacity of `sharing`; not donated.
     """
     at = Placement(decoder.mesh)
-    cache = _repeat(decoder)(one._replace(host=None), batch)
+    cache = _repeat(decoder, one._replace(host=None), batch=batch)
     if one.host is None:
         return cache
     layers, _, heads, _, width = one.host.shape
@@ -98,21 +98,16 @@ def broadcast(decoder: Decoder, one: Cache, batch: int, sharing: Sharing) -> Cac
     for sequence, start in enumerate(starts):
         count = min(slots, sharing.tokens - start)
         numbers = (jax.device_put(np.int32(i), at.whole) for i in (sequence, start, count))
-        host = _copy(decoder)(host, one.host, *numbers)
+        host = _copy(decoder, host, one.host, *numbers)
     return cache._replace(host=host)
 
 
-@functools.lru_cache(maxsize=64)
-def _repeat(decoder: Decoder) -> Any:
-    def repeat(one: Cache, batch: int) -> Cache:
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])), one)
-
-    at: Any = Placement(decoder.mesh)
-    cache = Cache(None, at.rows, at.rows, at.batch, at.rows, at.rows, at.rows)
-    return jax.jit(repeat, static_argnums=1, out_shardings=cache)
+@compiled(
+    lambda at: Cache(None, at.rows, at.rows, at.batch, at.rows, at.rows, at.rows),
+    static_argnames="batch",
+)
+def _repeat(decoder: Decoder, one: Cache, *, batch: int) -> Cache:
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])), one)
 
 
-@functools.lru_cache(maxsize=64)
-def _copy(decoder: Decoder) -> Any:
-    copy = functools.partial(copy_sequence, decoder=decoder)
-    return jax.jit(copy, donate_argnums=0, out_shardings=Placement(decoder.mesh).host)
+_copy = compiled(lambda at: at.host, donate_argnums=0)(copy_sequence)

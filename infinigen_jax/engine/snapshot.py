@@ -8,7 +8,7 @@ Hot sets are excluded: they affect transfers, never results. Rows of two-byte fl
 stores as integers (see `ops.bit_storage`) are floats in the file.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -58,20 +58,13 @@ def restore(decoder: Decoder, capacity: int, length: int, file: SavedFile) -> Ca
     cache = empty_cache(decoder, 1, capacity)
     kinds = layout(decoder, cache, length)
     saved = {name: file.read(name, *kind) for name, kind in kinds.items()}
-    leaves = []
-    for i, (leaf, by_token) in enumerate(_leaves(cache)):
-        array = saved[f"leaf.{i}"]
-        if by_token:
-            array = np.pad(array, ((0, 0), (0, 0), (0, leaf.shape[2] - length), (0, 0)))
-        else:
-            array = np.array(array)  # JAX may alias it, and the array will be donated
-        leaves.append(jax.device_put(array.view(leaf.dtype), leaf.sharding))
-    tree = jax.tree.structure(kept(cache))
-    states, local, lengths, scales = jax.tree.unflatten(tree, leaves)
-    host = cache.host
+    host, block = cache.host, min(capacity, STREAM_BLOCK)  # one program serves all lengths
     for layer in range(decoder.host_layers):
-        host = fill_layer(decoder, host, layer, saved[f"host.{layer}"])
-    return cache._replace(host=host, states=states, local=local, lengths=lengths, scales=scales)
+        rows = saved.pop(f"host.{layer}")[None]
+        for start in range(0, length, block):
+            piece = rows[:, :, start : start + block]
+            host = fill_rows(decoder, host, layer, start, piece, block)
+    return filled(cache, host, saved.values())
 
 
 def _numbers(decoder: Decoder, array: Any) -> np.ndarray:
@@ -91,16 +84,26 @@ def _leaves(cache: Cache) -> list[tuple[Any, bool]]:
     return [(leaf, id(leaf) in by_token) for leaf in jax.tree.leaves(kept(cache))]
 
 
-def fill_layer(decoder: Decoder, host: Any, layer: int, rows: np.ndarray) -> Any:
-    """Write the rows of a layer block by block, so that one program serves all lengths."""
-    at, block = Placement(decoder.mesh), min(host.shape[3], STREAM_BLOCK)
-    for start in range(0, rows.shape[1], block):
-        piece = rows[None, :, start : start + block]
-        piece = np.pad(piece, ((0, 0), (0, 0), (0, block - piece.shape[2]), (0, 0)))
-        piece = piece.view(host.dtype)
-        numbers = (jax.device_put(np.int32(i), at.whole) for i in (layer, start))
-        host = write_rows(decoder, host, *numbers, jax.device_put(piece, at.rows))
-    return host
+def filled(cache: Cache, host: Any, stored: Iterable[np.ndarray]) -> Cache:
+    """Return an empty cache with `host` and the stored arrays of `kept`, padded to its shapes."""
+    leaves, tree = jax.tree.flatten(kept(cache))
+    for i, (leaf, array) in enumerate(zip(leaves, stored, strict=True)):
+        padding = [(0, n - m) for n, m in zip(leaf.shape, array.shape, strict=True)]
+        array = np.pad(array, padding).view(leaf.dtype)
+        leaves[i] = jax.device_put(array, leaf.sharding, may_alias=False)  # it will be donated
+    states, local, lengths, scales = jax.tree.unflatten(tree, leaves)
+    return cache._replace(host=host, states=states, local=local, lengths=lengths, scales=scales)
+
+
+def fill_rows(
+    decoder: Decoder, host: Any, layer: int, start: int, rows: np.ndarray, size: int
+) -> Any:
+    """Write rows [m, k, n, w] of m layers, from `layer`, padded to `size` slots from `start`."""
+    at = Placement(decoder.mesh)
+    if rows.shape[2] < size:
+        rows = np.pad(rows, ((0, 0), (0, 0), (0, size - rows.shape[2]), (0, 0)))
+    numbers = (jax.device_put(np.int32(i), at.whole) for i in (layer, start))
+    return write_rows(decoder, host, *numbers, jax.device_put(rows.view(host.dtype), at.rows))
 
 
 @compiled(lambda at: at.host, donate_argnums=0)

@@ -2,11 +2,10 @@
 
 import dataclasses
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Counts
 
 if TYPE_CHECKING:
@@ -61,6 +60,43 @@ class Stats:
     rows: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """Rows that decode steps moved: sums over tokens, which can be added; sizes of one batch.
+
+    Attributes:
+        selected, fetched: rows over cached rows for each token, see `Stats`.
+    """
+
+    tokens: int = 0
+    selected: float = 0.0
+    fetched: float = 0.0
+    selected_rows: int = 0
+    fetched_rows: int = 0
+    moved_bytes: int = 0
+    host_cache_bytes: int = 0
+    device_index_bytes: int = 0
+    hot_set_bytes: int = 0
+
+    def __add__(self, other: Self) -> Self:
+        sizes = ("host_cache_bytes", "device_index_bytes", "hot_set_bytes")
+        pairs = zip(vars(self).items(), vars(other).values(), strict=True)
+        return type(self)(**{n: max(x, y) if n in sizes else x + y for (n, x), y in pairs})
+
+    def per_token(self) -> dict[str, Any]:
+        """Return the fields of `Stats` about moved rows."""
+        tokens, rows = max(self.tokens, 1), self.selected_rows
+        return {
+            "selected_fraction": self.selected / tokens,
+            "fetched_fraction": self.fetched / tokens,
+            "hot_set_hit_rate": 1 - self.fetched_rows / rows if rows else 0.0,
+            "host_to_device_bytes_per_token": self.moved_bytes / tokens,
+            "host_cache_bytes": self.host_cache_bytes,
+            "device_index_bytes": self.device_index_bytes,
+            "hot_set_bytes": self.hot_set_bytes,
+        }
+
+
 class Clock:
     """Times of a run, in seconds; each call adds the time since the previous call.
 
@@ -102,15 +138,12 @@ class Clock:
 
 def stats_of(run: "Run") -> Stats:
     """Return the statistics of a run so far."""
-    decoder, plan, clock = run.decoder, run.plan, run.clock
+    decoder, clock = run.decoder, run.clock
     steps_of = np.array([max(0, len(tokens) - 1) for tokens in run.new_tokens])  # decode steps
     seconds, timed = clock.decoding()
     kept, cached = run.owners.history(steps_of)
     rows = rows_per_step(run.counts, kept)
-    cached = np.minimum(cached, run.slots)
-    selected, fetched = (fraction(decoder, of, kept, cached) for of in rows)
-    requested = int(rows.selected.sum())
-    moved = bytes_moved(decoder, rows, run.slots, run.owners.batch, run.decode_steps)
+    transfers = run.decode_steps * run.owners.batch
     return Stats(
         prompt_tokens=int(run.prompt_lengths.sum()),
         prompt_tokens_read=run.tokens_read,
@@ -118,15 +151,9 @@ def stats_of(run: "Run") -> Stats:
         prefill_seconds=clock.prefill,
         decode_seconds=seconds,
         decode_tokens_per_second=timed / seconds if seconds else 0.0,
-        selected_fraction=selected,
-        fetched_fraction=fetched,
-        hot_set_hit_rate=1 - float(rows.moved.sum()) / requested if requested else 0.0,
-        host_to_device_bytes_per_token=moved / max(1, int(steps_of.sum())),
-        host_cache_bytes=plan.host_cache,
-        device_index_bytes=plan.index,
-        hot_set_bytes=plan.hot,
+        **moved_by(run, rows, kept, cached, int(steps_of.sum()), transfers).per_token(),
         pool_tokens=0 if decoder.pool is None else run.slots,
-        pool_bytes=plan.pool,
+        pool_bytes=run.plan.pool,
         compilations_after_warmup=run.late_compilations,
         policy=decoder.policy.name,
         schedule=run.runtime.settings.schedule,
@@ -145,21 +172,20 @@ def rows_per_step(counts: list[Counts], kept: np.ndarray) -> Counts:
     return Counts(stack("selected"), stack("moved"))
 
 
-def bytes_moved(decoder: Decoder, rows: Counts, slots: int, batch: int, steps: int) -> int:
-    """Return the bytes of rows moved to the device, including padding."""
-    width = decoder.row_format.width * decoder.row_format.storage.itemsize
-    requested = decoder.padded_rows(slots)
-    if requested is None:
-        return int(rows.moved.sum()) * width
-    return steps * batch * decoder.config.num_kv_heads * requested * width
+def moved_by(
+    run: "Run", rows: Counts, kept: np.ndarray, past: np.ndarray, tokens: int, transfers: int
+) -> Moved:
+    """Return what a run moved for `tokens` new tokens, in the steps that are `kept`.
 
-
-def fraction(decoder: Decoder, counts: Any, kept: np.ndarray, cached: np.ndarray) -> float:
-    """Return the mean ratio of rows to cached rows, over the steps that are `kept`.
-
-    `counts` are summed over host layers and KV heads; `cached` is the tokens before each step.
+    `rows` are those of `rows_per_step`, `past` the tokens before each step. Padded transfers have
+    equal sizes; `transfers` is the number of steps times that of sequences.
     """
-    if not decoder.host_layers or not kept.any():
-        return 0.0
-    available = cached[kept] * decoder.host_layers * decoder.config.num_kv_heads
-    return float((counts[kept] / available).mean())
+    decoder, plan, heads = run.decoder, run.plan, run.decoder.config.num_kv_heads
+    cached = np.minimum(past, run.slots) * decoder.host_layers * heads
+    weight = tokens / max(1, int(kept.sum()))
+    selected, fetched = (weight * float((of / np.maximum(cached, 1)).sum()) for of in rows)
+    padded, moved = decoder.padded_rows(run.slots), int(rows.moved.sum())
+    crossed = moved if padded is None else transfers * heads * padded
+    size = crossed * decoder.row_format.width * decoder.row_format.storage.itemsize
+    sizes = plan.host_cache, plan.index, plan.hot
+    return Moved(tokens, selected, fetched, int(rows.selected.sum()), moved, size, *sizes)

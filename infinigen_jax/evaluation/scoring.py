@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from infinigen_jax.engine.stats import bytes_moved, fraction, rows_per_step
+from infinigen_jax.engine.stats import Moved, moved_by, rows_per_step
 from infinigen_jax.errors import InputError, MemoryShortageError
 
 if TYPE_CHECKING:
@@ -45,30 +45,15 @@ class Scores(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Traffic:
-    """Sums over the scored tokens of some windows; sizes are of one batch.
+class Traffic(Moved):
+    """Rows moved in the steps over the scored tokens of some windows.
 
     Attributes:
-        selected, fetched: rows over cached rows for each token, see `engine.stats`.
-        attended: rows selected or resident over past tokens, in layers that select rows; 1 without
-            such layers.
+        attended: rows selected or resident over past tokens, in layers that select rows, for each
+            token; 1 without such layers.
     """
 
-    tokens: int = 0
-    selected: float = 0.0
-    fetched: float = 0.0
     attended: float = 0.0
-    selected_rows: int = 0
-    fetched_rows: int = 0
-    moved_bytes: int = 0
-    host_cache_bytes: int = 0
-    device_index_bytes: int = 0
-    hot_set_bytes: int = 0
-
-    def __add__(self, other: "Traffic") -> "Traffic":
-        sizes = ("host_cache_bytes", "device_index_bytes", "hot_set_bytes")
-        pairs = zip(vars(self).items(), vars(other).values(), strict=True)
-        return Traffic(**{n: max(x, y) if n in sizes else x + y for (n, x), y in pairs})
 
 
 def score_windows(
@@ -173,23 +158,13 @@ def start_run(engine: "Engine", windows: Int[np.ndarray, "b n"], context: int) -
 
 def traffic(run: "Run", kept: int) -> Traffic:
     """Return the traffic of all steps so far, of the first `kept` sequences."""
-    decoder, plan, steps = run.decoder, run.plan, len(run.counts)
-    past = run.prompt_lengths + np.arange(steps)[:, None]
+    tokens = len(run.counts) * kept
+    past = run.prompt_lengths + np.arange(len(run.counts))[:, None]
     counted = np.broadcast_to(np.arange(past.shape[1]) < kept, past.shape)
     rows = rows_per_step(run.counts, counted)
-    tokens, cached = steps * kept, np.minimum(past, run.slots)
-    return Traffic(
-        tokens=tokens,
-        selected=tokens * fraction(decoder, rows.selected, counted, cached),
-        fetched=tokens * fraction(decoder, rows.moved, counted, cached),
-        attended=float(_attended(run, np.asarray(rows.selected), past)[:, :kept].sum()),
-        selected_rows=int(rows.selected.sum()),
-        fetched_rows=int(rows.moved.sum()),
-        moved_bytes=bytes_moved(decoder, rows, run.slots, kept, steps),
-        host_cache_bytes=plan.host_cache,
-        device_index_bytes=plan.index,
-        hot_set_bytes=plan.hot,
-    )
+    attended = float(_attended(run, np.asarray(rows.selected), past)[:, :kept].sum())
+    moved = moved_by(run, rows, counted, past, tokens, transfers=tokens)
+    return Traffic(**vars(moved), attended=attended)
 
 
 def _attended(

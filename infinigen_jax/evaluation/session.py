@@ -170,17 +170,8 @@ class Session:
 
 def traffic_of(traffic: "Traffic") -> dict[str, Any]:
     """Return the traffic per token."""
-    tokens, rows = max(traffic.tokens, 1), traffic.selected_rows
-    return {
-        "selected_fraction": traffic.selected / tokens,
-        "fetched_fraction": traffic.fetched / tokens,
-        "attended_fraction": traffic.attended / tokens,
-        "hot_set_hit_rate": 1 - traffic.fetched_rows / rows if rows else 0.0,
-        "host_to_device_bytes_per_token": traffic.moved_bytes / tokens,
-        "host_cache_bytes": traffic.host_cache_bytes,
-        "device_index_bytes": traffic.device_index_bytes,
-        "hot_set_bytes": traffic.hot_set_bytes,
-    }
+    attended = traffic.attended / max(traffic.tokens, 1)
+    return traffic.per_token() | {"attended_fraction": attended}
 
 
 SHARES = ["selected", "fetched"]

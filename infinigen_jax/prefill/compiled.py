@@ -19,7 +19,7 @@ from infinigen_jax.models import Params
 from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill.attention_mass import attention_mass
 from infinigen_jax.prefill.layer import chunk_layer, device_rows, host_rows, keep_rows
-from infinigen_jax.transfer.host_weights import await_copy, start_next
+from infinigen_jax.transfer.host_weights import await_copy, start_copy, start_next
 
 # The cache.
 
@@ -81,14 +81,24 @@ def kept(decoder: Decoder, positions: Int[Array, "b k t"]) -> Kept:
 # A chunk.
 
 
-@compiled(lambda at: at.batch)
+@compiled(lambda at: at.batch, static_argnames="size")
 def embed(
-    decoder: Decoder, params: Params, tokens: Int[Array, "b c"], span: Span
+    decoder: Decoder, params: Params, tokens: Int[Array, "b n"], span: Span, *, size: int
 ) -> Float[Array, "b c e"]:
+    """Return the input of the layers for the first `size` tokens; negative ones are padding."""
+    tokens = jnp.maximum(tokens[:, :size], 0)
     # Padding may lie beyond the last position, where an embedding table would give NaN.
     last = decoder.config.max_positions - 1
-    positions = jnp.minimum(span.positions(tokens.shape[1]), last)
+    positions = jnp.minimum(span.positions(size), last)
     return decoder.blueprint.embedding(params).embed(tokens, positions)
+
+
+@compiled(lambda at: (at.whole, at.batch), donate_argnums=1)
+def bring(
+    decoder: Decoder, params: Any, x: Float[Array, "b c e"]
+) -> tuple[Any, Float[Array, "b c e"]]:
+    """Copy a layer's host parameters to the device, after the computation of x."""
+    return await_copy(*start_copy(params, x))
 
 
 @compiled(

@@ -36,7 +36,7 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.models import Params
 from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill import compiled as programs
-from infinigen_jax.transfer.host_weights import bring, merged
+from infinigen_jax.transfer.host_weights import in_host_memory, merged
 
 CHUNK = 1024  # most tokens of a sequence in a chunk on the CPU
 CHUNK_UNIT = 64
@@ -223,8 +223,8 @@ def read_chunk(
         zeros = np.zeros((len(tokens), decoder.config.hidden_size), decoder.dtype)
         last = jax.device_put(zeros, at.batch)
     span = Span(cache.lengths, jax.device_put(counts.astype(np.int32), at.batch))
-    placed = jax.device_put(tokens, at.batch)
-    x = programs.embed(chunks, weights.params["embedding"], placed, span)
+    placed, size = jax.device_put(tokens, at.batch), tokens.shape[1]
+    x = programs.embed(chunks, weights.params["embedding"], placed, span, size=size)
     x, cache = _layers(decoder, weights, cache, x, span, lengths, look)
     newest, ends = programs.last_outputs(chunks, x, span, last)
     return cache._replace(lengths=ends), newest
@@ -285,10 +285,10 @@ def through_layers(decoder: Decoder, weights: Weights, x: Array, compute: Comput
     layers, upcoming = weights.params["layers"], None
     for i, params in enumerate(layers):
         stored = tuple(layers[i + 1 : i + 2]) if decoder.weights_on_host else ()
+        if upcoming is None and decoder.weights_on_host:
+            upcoming, x = programs.bring(decoder.of_chunks, in_host_memory(params), x)
         if upcoming is not None:
             params = merged(params, upcoming)
-        elif decoder.weights_on_host:
-            params, x = bring(decoder.mesh, params, x)
         x, upcoming = compute(i, params, x, stored)
     return x
 

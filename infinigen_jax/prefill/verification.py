@@ -25,6 +25,7 @@ from infinigen_jax.decode.steps import host_numbers
 from infinigen_jax.models import Params
 from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill.attention_mass import attention_mass
+from infinigen_jax.prefill.compiled import embed
 from infinigen_jax.prefill.layer import Done, device_rows, host_rows, layer_over
 from infinigen_jax.prefill.narrow_attention import Seen, attend_narrow
 from infinigen_jax.prefill.prefill import Look, RowStore, through_layers
@@ -66,7 +67,8 @@ def verify(
     start = cache.lengths
     rows: list[Any] = []
     observed: list[Any] = []
-    x = _embed(decoder, weights.params["embedding"], tokens, start, size=size)
+    chunks, embedding = decoder.of_chunks, weights.params["embedding"]
+    x = embed(chunks, embedding, tokens, Span(start, start), size=size)
     look = look or (lambda stage, x, start, count: None)
     counts = jnp.full_like(start, size)
     look(0, x, start, counts)
@@ -118,22 +120,6 @@ def commit(
                 observations = seen.queries, mass
         store.keep(i, rows, span, observations)
     return store.cache()._replace(lengths=_advance(decoder, verified.start, accepted))
-
-
-@compiled(lambda at: at.batch, static_argnames="size")
-def _embed(
-    decoder: Decoder,
-    params: Params,
-    tokens: Int[Array, "b n"],
-    start: Int[Array, " b"],
-    *,
-    size: int,
-) -> Float[Array, "b c e"]:
-    tokens = jnp.maximum(tokens[:, :size], 0)
-    # Padding may lie beyond the last position, where an embedding table would give NaN.
-    last = decoder.config.max_positions - 1
-    positions = jnp.minimum(Span(start, start).positions(size), last)
-    return decoder.blueprint.embedding(params).embed(tokens, positions)
 
 
 @compiled(

@@ -21,11 +21,10 @@ import numpy as np
 from jax import lax
 
 from infinigen_jax.cache.cache import Cache
-from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.cache.layers import Resident
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.engine.live_batch import Reading, chunk_lengths
-from infinigen_jax.engine.snapshot import kept, write_rows
+from infinigen_jax.engine.snapshot import fill_rows, filled, kept
 from infinigen_jax.prefill import compiled
 from infinigen_jax.prefill.prefill import empty_cache
 
@@ -106,14 +105,12 @@ class PrefixCache:
         if not chain:
             return cache
         host = cache.host if cache.host is None else self._fill(cache.host, chain)
-        leaves, tree = jax.tree.flatten(kept(cache))
-        for i, (leaf, axis) in enumerate(zip(leaves, self._axes, strict=True)):
-            parts = [n.leaves[i] for n in (chain if axis.by_token else chain[-1:])]
-            stored = np.concatenate(parts, axis=axis.number)
-            padding = [(0, n - m) for n, m in zip(leaf.shape, stored.shape, strict=True)]
-            leaves[i] = jax.device_put(np.pad(stored, padding), leaf.sharding, may_alias=False)
-        states, local, lengths, scales = jax.tree.unflatten(tree, leaves)
-        return cache._replace(host=host, states=states, local=local, lengths=lengths, scales=scales)
+        parts = zip(*(node.leaves for node in chain), strict=True)
+        stored = (
+            np.concatenate(part if axis.by_token else part[-1:], axis=axis.number)
+            for part, axis in zip(parts, self._axes, strict=True)
+        )
+        return filled(cache, host, stored)
 
     def store(self, node: Node, reading: Reading) -> Node | None:
         """Store the chunk of a reading that ends at `reading.done`; wait until it is computed.
@@ -163,7 +160,6 @@ class PrefixCache:
 
     def _fill(self, host: Any, chain: list[Node]) -> Any:
         """Write the rows of a chain of nodes to the host's array of one sequence."""
-        at = Placement(self._decoder.mesh)
         for node in chain:
             assert node.rows is not None
             start, rows = node.end - node.count, node.rows
@@ -172,11 +168,7 @@ class PrefixCache:
                 start = self._capacity - size
                 rows = np.concatenate([n.rows for n in chain if n.rows is not None], axis=2)
                 rows = rows[:, :, start : node.end]
-            if rows.shape[2] < size:
-                rows = np.pad(rows, ((0, 0), (0, 0), (0, size - rows.shape[2]), (0, 0)))
-            first, place = (jax.device_put(np.int32(i), at.whole) for i in (0, start))
-            rows = jax.device_put(rows, at.rows)
-            host = write_rows(self._decoder, host, first, place, rows)
+            host = fill_rows(self._decoder, host, 0, start, rows, size)
         return host
 
     def _evict(self) -> None:

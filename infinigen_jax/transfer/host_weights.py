@@ -8,7 +8,6 @@ In the fused step the copy of layer l+1's weights is tied to layer l at both end
 device holds the weights of two layers. Otherwise XLA would start the copies of all layers together.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,19 +74,3 @@ def merged(params: Params, brought: Any) -> Params:
     Parameters that stay on the device bypass compiled functions, which would copy them.
     """
     return jax.tree.map(lambda stays, moved: stays if moved is None else moved, params, brought)
-
-
-def bring(mesh: Mesh, params: Params, x: Array) -> tuple[Params, Array]:
-    """Copy a layer's parameters to the device, after the computation of x; x is donated."""
-    brought, x = _bring(mesh)(in_host_memory(params), x)
-    return merged(params, brought), x
-
-
-@functools.cache
-def _bring(mesh: Mesh) -> Any:
-    at = Placement(mesh)
-
-    def copied(params: Params, x: Array) -> tuple[Any, Array]:
-        return await_copy(*start_copy(params, x))
-
-    return jax.jit(copied, donate_argnums=1, out_shardings=(at.whole, at.batch))
