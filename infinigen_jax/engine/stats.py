@@ -181,7 +181,7 @@ def moved_by(
     equal sizes; `transfers` is the number of steps times that of sequences.
     """
     decoder, plan, heads = run.decoder, run.plan, run.decoder.config.num_kv_heads
-    cached = np.minimum(past, run.slots) * decoder.host_layers * heads
+    cached = np.minimum(past, run.slots).astype(np.int64) * decoder.host_layers * heads
     weight = tokens / max(1, int(kept.sum()))
     selected, fetched = (weight * float((of / np.maximum(cached, 1)).sum()) for of in rows)
     padded, moved = decoder.padded_rows(run.slots), int(rows.moved.sum())
