@@ -10,18 +10,26 @@ is decoding with the full cache.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 SIZES = (1, 4, 16)  # tokens of a verification that programs are compiled for
 MOST = SIZES[-1] - 1  # most tokens drafted
 KEPT = 0.9  # weight of earlier measurements, per round
 START = 0.8  # acceptance rate before the first measurement, with the weight of PRIOR tokens
 PRIOR = 8.0
-AGED = 0.98  # factor on times that were not measured, per round
+AGED = 0.99  # factor on a time for each round since its measurement
 
 
 def size_of(drafted: int) -> int:
     """Return the size of the program that verifies this number of drafted tokens."""
     return next(size for size in SIZES if size > drafted)
+
+
+class Time(NamedTuple):
+    """A time in seconds, and the round of its last measurement."""
+
+    seconds: float
+    round: int
 
 
 @dataclasses.dataclass
@@ -41,8 +49,9 @@ class DraftLength:
 
     def __post_init__(self):
         self._accepted, self._tested = START * PRIOR, PRIOR
-        self._step: float | None = None
-        self._verification: dict[int, float] = {}
+        self._round = 0
+        self._step: Time | None = None
+        self._verification: dict[int, Time] = {}
 
     @property
     def sizes(self) -> list[int]:
@@ -74,18 +83,14 @@ class DraftLength:
         self._tested = KEPT * self._tested + tested
 
     def time_verification(self, size: int, seconds: float) -> None:
-        """Record the time of a verification, in seconds."""
-        if self.ages:
-            self._verification = {n: AGED * value for n, value in self._verification.items()}
-            self._step = self._step and AGED * self._step
-        before = self._verification.get(size, seconds)
-        self._verification[size] = KEPT * before + (1 - KEPT) * seconds
+        """Record the time of a verification, in seconds; it ends a round."""
+        self._verification[size] = self._blended(self._verification.get(size), seconds)
+        self._round += 1
 
     def time_draft(self, drafted: int, seconds: float) -> None:
         """Record the time of a draft, in seconds."""
         if drafted:
-            step = seconds / drafted
-            self._step = KEPT * (self._step or step) + (1 - KEPT) * step
+            self._step = self._blended(self._step, seconds / drafted)
 
     def choose(self, most: int) -> int:
         """Return the number of tokens to draft, at most `most`."""
@@ -96,11 +101,21 @@ class DraftLength:
 
     def rate(self, drafted: int) -> float:
         """Return the expected tokens per second."""
-        p, step = min(self.acceptance, 0.999), self._step or 0.0
+        p, step = min(self.acceptance, 0.999), self._aged(self._step) if self._step else 0.0
         tokens = (1 - p ** (drafted + 1)) / (1 - p)
         return tokens / (drafted * step + self._seconds(size_of(drafted)))
 
     def _seconds(self, size: int) -> float:
         """Return the time of a verification, or of the measured size closest to it."""
         sizes = sorted(self._verification, key=lambda n: abs(n - size))
-        return self._verification[sizes[0]]
+        return self._aged(self._verification[sizes[0]])
+
+    def _blended(self, before: Time | None, seconds: float) -> Time:
+        """Return the mean of a measurement and earlier ones, whose weight falls with their age."""
+        if before is None:
+            return Time(seconds, self._round)
+        kept = KEPT ** max(1, self._round - before.round if self.ages else 1)
+        return Time(kept * before.seconds + (1 - kept) * seconds, self._round)
+
+    def _aged(self, time: Time) -> float:
+        return time.seconds * (AGED ** (self._round - time.round) if self.ages else 1.0)

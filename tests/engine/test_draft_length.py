@@ -69,3 +69,23 @@ def test_in_a_changing_batch_slow_sizes_are_tried_again():
         tried.append(length.choose(MOST))
         length.time_verification(length.size(tried[-1]), 1.0)
     assert tried[0] <= 3 and max(tried) > 3
+
+
+@pytest.mark.parametrize("acceptance", [0.5, 0.9])
+def test_a_changing_batch_rarely_tries_what_does_not_pay(acceptance):
+    """A step costs as much as the verification of one token, as with short texts."""
+    step, verification = 1.0, {1: 1.1, 4: 2.0, 16: 6.0}
+    length = DraftLength(MOST, ages=True)
+    for size, seconds in verification.items():
+        length.time_verification(size, seconds)
+    length.time_draft(1, step)
+    tokens = seconds = 0.0
+    for _ in range(1000):
+        drafted = length.choose(MOST)
+        expected = (1 - acceptance ** (drafted + 1)) / (1 - acceptance)
+        tokens, seconds = tokens + expected, seconds + drafted * step
+        length.time_draft(drafted, drafted * step)
+        length.time_verification(size_of(drafted), verification[size_of(drafted)])
+        seconds += verification[size_of(drafted)]
+        length.record(expected - 1, min(expected, drafted) if drafted else 0)
+    assert tokens / seconds > 0.9 / verification[1]  # the best rate is that without drafts
