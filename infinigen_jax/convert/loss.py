@@ -86,15 +86,16 @@ def _attended(
     last = jnp.maximum(rows - 1, 0)[None]
     keys, values = keys.swapaxes(0, 1), values.swapaxes(0, 1)
 
-    def weights(q: Float[Array, "n k g d"], mask: Bool[Array, "n s"]) -> Array:
+    def log_weights(q: Float[Array, "n k g d"], mask: Bool[Array, "n s"]) -> Array:
         scores = soft_capped(jnp.einsum("nkgd,ksd->kngs", q, keys), cap)
-        return jax.nn.softmax(jnp.where(mask[None, :, None], scores, -jnp.inf), axis=-1)
+        return jax.nn.log_softmax(jnp.where(mask[None, :, None], scores, -jnp.inf), axis=-1)
 
-    weight, means = weights(choosers[0], seen), _block_means(values, at)
+    weight, means = jnp.exp(log_weights(choosers[0], seen)), _block_means(values, at)
     in_blocks = _by_block(weight).sum(axis=-1)
 
     def sparse(q: Float[Array, "n k g d"]) -> Float[Array, "b k n g d"]:
-        rank = jnp.where(far[None], jnp.sum(weights(q, far), axis=2), -1.0)
+        # In logarithms: of sharp scores, most weights would be 0, and rank alike.
+        rank = jax.nn.logsumexp(log_weights(q, far), axis=2)
         highest = jax.lax.top_k(rank, max(1, int(BUDGETS[-1] * len(place))))[0]
         lowest = jnp.take_along_axis(highest, last, axis=-1).swapaxes(1, 2)
         read = (seen & ~far)[None, None] | (rank[:, None] >= lowest[..., None])

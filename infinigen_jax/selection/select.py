@@ -78,7 +78,10 @@ def budget_fraction(budget: float) -> Fraction:
 
 
 def budget_rows(budget: float, tokens: Int[Array, "*b"]) -> Int[Array, "*b"]:
-    """Return floor(budget * tokens), exact for up to two million tokens."""
+    """Return floor(budget * tokens), where `budget_fraction` stands for the budget.
+
+    Exact for up to two million tokens.
+    """
     share = budget_fraction(budget)
     return tokens * share.numerator // share.denominator
 

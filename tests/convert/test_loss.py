@@ -76,6 +76,25 @@ def _group(q, k, v, group, head: int, at: int, count: int) -> np.ndarray:
     return o
 
 
+@pytest.mark.parametrize("sharpness", [1, 200])
+def test_a_guess_that_knows_nothing_is_wrong_however_sharp(sharpness):
+    model, rng = random_model("gqa"), np.random.default_rng(2)
+    config, params = model.config, model.params["layers"][0]
+    x, q, k, v = (
+        jnp.asarray(rng.normal(size=(1, 340, n)).astype(np.float32)).reshape(1, 340, *shape)
+        for n, shape in (
+            (config.hidden_size, (config.hidden_size,)),
+            (config.query_width, (config.num_heads, config.head_dim)),
+            *[(config.num_kv_heads * config.head_dim, (config.num_kv_heads, config.head_dim))] * 2,
+        )
+    )
+    guess = sharpness * jnp.roll(q, 7, axis=1)
+    valid = jnp.ones((1, 340), bool)
+    _, errors = loss.squared_errors(config, params, x, q, (guess,), k, v, valid)
+    own, guessed = np.asarray(errors)[0]
+    assert np.all(guessed > 2 * own) and np.all(np.diff(guessed) < 0)
+
+
 def test_what_cannot_be_told_is_not_measured():
     model = random_model("gqa")
     text = windows(np.asarray(IDS[:200], np.int32), model.config, 200, "text", b"")
