@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from infinigen_jax import cuda
 from infinigen_jax.cache.host_array import allocate_host, default_mesh, write_span
@@ -37,7 +37,7 @@ from infinigen_jax.selection.select import (
     group_rank,
     select,
 )
-from infinigen_jax.speculation.index import IndexFormat
+from infinigen_jax.speculation.index import CODES, IndexFormat
 from infinigen_jax.transfer.cuda import CudaTransfer
 
 LAYERS, CAPACITY = 3, 2000  # of the host cache
@@ -50,34 +50,45 @@ Compared = tuple[Any, Any, float]
 """Arrays that a kernel computed, the reference arrays, and the absolute tolerance."""
 
 
-def random_host(b: int, k: int, w: int, dtype: Any) -> tuple[np.ndarray, Array]:
+def random_host(
+    b: int, k: int, w: int, dtype: Any, capacity: int = CAPACITY
+) -> tuple[np.ndarray, Array]:
     """Return small random numbers [l, b, k, t, w] and a pinned cache of them, written by layer."""
-    shape, mesh = (LAYERS, b, k, CAPACITY, w), default_mesh()
+    shape = LAYERS, b, k, capacity, w
     stored = np.random.default_rng(0).integers(0, 100, shape).astype(dtype)
-    cache = allocate_host(shape, dtype, mesh)
-    whole = Span.whole(b, CAPACITY)
-    write = jax.jit(lambda cache, i, x: write_span(cache, i, x, whole, mesh), donate_argnums=0)
+    cache = allocate_host(shape, dtype, default_mesh())
     for layer in range(LAYERS):
-        cache = write(cache, jnp.int32(layer), jnp.asarray(stored[layer]))
+        cache = _write(cache, jnp.int32(layer), jnp.asarray(stored[layer]))
     return stored, cache
 
 
+@functools.partial(jax.jit, donate_argnums=0)
+def _write(cache: Array, layer: Array, rows: Array) -> Array:
+    whole = Span.whole(rows.shape[0], rows.shape[2])
+    return write_span(cache, layer, rows, whole, default_mesh())
+
+
 def random_request(b: int, k: int, n: int, slots: int, seed: int) -> Request:
-    """Return a request of up to n of the first `slots` slots, ascending."""
+    """Return a request of up to n of the first `slots` slots, ascending; often of none or n."""
     random = np.random.default_rng(seed)
-    count = random.integers(0, n + 1, (b, k)).astype(np.int32)
+    count = random.integers(-(n // 4), n + n // 4 + 1, (b, k)).clip(0, n).astype(np.int32)
     slot_numbers = np.zeros((b, k, n), np.int32)
     for i in np.ndindex(b, k):
         slot_numbers[i][: count[i]] = np.sort(random.permutation(slots)[: count[i]])
     return Request(jnp.asarray(slot_numbers), jnp.asarray(count))
 
 
-def on_cpu(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a function on the CPU and return NumPy arrays."""
+def positions_of(b: int, t: int) -> Int[Array, " b"]:
+    """Return the positions of at most three sequences: long, short and idle."""
+    return jnp.asarray([t - 1, t // 3, 0][:b], jnp.int32)
+
+
+def on_cpu(function: Callable[..., Any], *arguments: Any, **constants: Any) -> Any:
+    """Run a function on the CPU, compiled for these constants, and return NumPy arrays."""
     device = jax.devices("cpu")[0]
-    cpu_arguments = jax.device_put(arguments, device)
+    compiled = jax.jit(function, static_argnames=tuple(constants))
     with jax.default_device(device):
-        return jax.tree.map(np.asarray, jax.jit(function)(*cpu_arguments))
+        return jax.tree.map(np.asarray, compiled(*jax.device_put(arguments, device), **constants))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -105,52 +116,64 @@ def fetched(stored: np.ndarray, fetch: Fetch) -> list[np.ndarray]:
 
 
 def gathered(
-    b: int, k: int, n: int, w: int, dtype: Any, steps: int = 4, transfer: CudaTransfer = TRANSFER
+    b: int,
+    k: int,
+    n: int,
+    w: int,
+    dtype: Any,
+    steps: int = 4,
+    transfer: CudaTransfer = TRANSFER,
+    capacity: int = CAPACITY,
+    spare: int | None = None,
+    seed: int = 0,
 ) -> Iterator[Compared]:
-    """Compare rows gathered from the host, from another layer in each step."""
-    stored, host = random_host(b, k, w, dtype)
+    """Compare rows gathered from the host, from another layer in each step.
+
+    With a hot set of `n + spare` rows, all rows are missing there in the first step, none in the
+    third, and half of them in the others.
+    """
+    stored, host = random_host(b, k, w, dtype, capacity)
     for step in range(steps):
-        request = random_request(b, k, n, CAPACITY, step)
-        fetch: Fetch = jnp.int32(step % LAYERS), request, None, None
+        request = random_request(b, k, n, capacity, seed + step)
+        hot = where = None
+        if spare is not None:
+            random, shape = np.random.default_rng(seed + step), (b, k, n + spare)
+            # Other values than on the host reveal where a row comes from.
+            hot = jnp.asarray(random.integers(100, 200, (*shape, w)).astype(dtype))
+            entry = jnp.asarray(np.argsort(random.random(shape))[..., :n], jnp.int32)
+            miss = jnp.asarray(random.random((b, k, n)) < (1, 0.5, 0, 0.5)[step % 4])
+            where = Replacement(jnp.where(request.valid, entry, 0), request.valid & miss)
+        fetch: Fetch = jnp.int32((seed + step) % LAYERS), request, hot, where
         yield move(transfer, host, fetch), fetched(stored, fetch), 0
 
 
-def gathered_hot(b: int, k: int, n: int, w: int, dtype: Any, steps: int = 4) -> Iterator[Compared]:
-    """Compare rows gathered from the host and from a hot set that fills over the steps."""
-    stored, host = random_host(b, k, w, dtype)
-    hot = HotSet.empty(b, k, 2 * n, w, CAPACITY, dtype)
-    for step in range(steps):
-        request = random_request(b, k, n, 4 * n, step)
-        directory, where = on_cpu(replacement, hot, request, jnp.full(b, step, jnp.int32))
-        fetch = jnp.int32(1), request, hot.rows, where
-        expected = fetched(stored, fetch)
-        yield move(TRANSFER, host, fetch), expected, 0
-        # Other values than on the host reveal where a row comes from.
-        hot = directory._replace(rows=100 - jnp.asarray(expected[1]))
+def normal(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return random.normal(0, 2, shape)
+
+
+def tied(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    return random.integers(-2, 3, shape)
 
 
 def selected(
-    b: int, k: int, g: int, t: int, budget: float, alpha: float, tied: bool = False
+    b: int,
+    k: int,
+    g: int,
+    t: int,
+    budget: float,
+    alpha: float,
+    draw: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray] = normal,
+    geometry: Slots = SLOTS,
+    seed: int = 0,
 ) -> Iterator[Compared]:
-    """Compare the selection of rows by score."""
-    random, shape = np.random.default_rng(0), (b, k, g, t)
-    draw = random.integers(0, 3, shape) if tied else random.normal(0, 2, shape)
-    scores = jnp.asarray(draw, jnp.float32)
-    positions = jnp.asarray(random.integers(t // 2, t, b), jnp.int32)
-    share = budget_fraction(budget).as_integer_ratio()
-    size = t * share[0] // share[1]
-
-    def by_kernel(scores: Array, positions: Array) -> tuple[Array, Array]:
-        most = budget_rows(budget, positions)
-        return calls.select_rows(scores, positions, most, size, alpha, SLOTS.sinks, SLOTS.window)
-
-    def by_xla(scores: Array, positions: Array) -> tuple[Request, Array]:
-        eligible = SLOTS.eligible(positions, t)
-        chosen = select(scores, eligible, alpha, budget_rows(budget, positions), size)
-        return chosen, group_rank(jnp.where(eligible[:, None, None], scores, -jnp.inf))
-
-    slots, count = (np.asarray(x) for x in jax.jit(by_kernel)(scores, positions))
-    expected, rank = on_cpu(by_xla, scores, positions)
+    """Compare the selection of rows by random scores."""
+    scores = jnp.asarray(draw(np.random.default_rng(seed), (b, k, g, t)), jnp.float32)
+    share = budget_fraction(budget)
+    size = max(1, t * share.numerator // share.denominator)
+    options = {"budget": budget, "size": size, "alpha": alpha, "geometry": geometry}
+    by_kernel = jax.jit(_selected_by_kernel, static_argnames=tuple(options))
+    slots, count = map(np.asarray, by_kernel(scores, positions_of(b, t), **options))
+    expected, rank = on_cpu(_selected_by_xla, scores, positions_of(b, t), **options)
     yield count, expected.count, 0
     valid = np.arange(size) < count[..., None]
     ascending = (np.diff(slots, axis=-1, prepend=-1) > 0) & (slots < t)
@@ -166,17 +189,33 @@ def selected(
     yield kernel_ranks, reference_ranks, 1e-5
 
 
+def _selected_by_kernel(
+    scores: Array, positions: Array, budget: float, size: int, alpha: float, geometry: Slots
+) -> tuple[Array, Array]:
+    most = budget_rows(budget, positions)
+    return calls.select_rows(scores, positions, most, size, alpha, *geometry[:2])
+
+
+def _selected_by_xla(
+    scores: Array, positions: Array, budget: float, size: int, alpha: float, geometry: Slots
+) -> tuple[Request, Array]:
+    eligible = geometry.eligible(positions, scores.shape[3])
+    chosen = select(scores, eligible, alpha, budget_rows(budget, positions), size)
+    return chosen, group_rank(jnp.where(eligible[:, None, None], scores, -jnp.inf))
+
+
 def replaced(
-    wide: bool, b: int, k: int, n: int, h: int, t: int, slots: int, steps: int = 4
+    wide: bool, b: int, k: int, n: int, h: int, t: int, slots: int, steps: int = 4, seed: int = 0
 ) -> Iterator[Compared]:
     """Compare the hot set's replacement and directory, carried over the steps."""
     hot = HotSet.empty(b, k, h, 8, t, jnp.float32)
-    if wide:
-        hot = hot._replace(place=hot.place.astype(jnp.int32))
-    directory = tuple(jnp.copy(x) for x in (hot.slots, hot.used, hot.place))
+    hot = hot._replace(place=hot.place.astype(jnp.int32))
+    place = hot.place.astype(jnp.int32 if wide else jnp.int16)
+    directory = tuple(jnp.copy(x) for x in (hot.slots, hot.used, place))
     by_kernel = jax.jit(calls.replace_entries, donate_argnums=(3, 4, 5))
     for step in range(steps):
-        request, positions = random_request(b, k, n, slots, step), jnp.full(b, step, jnp.int32)
+        request = random_request(b, k, n, slots, seed + step)
+        positions = step + 3 * jnp.arange(b, dtype=jnp.int32)
         hot, where = on_cpu(replacement, hot, request, positions)
         entry, miss, *directory = by_kernel(request.slots, request.count, positions, *directory)
         yield (Replacement(entry, miss), directory), (where, [hot.slots, hot.used, hot.place]), 0
@@ -190,60 +229,97 @@ class XlaIndex(IndexFormat):
         return False
 
 
-def scored(b: int, k: int, g: int, r: int, t: int) -> Iterator[Compared]:
-    """Compare the scores of every slot by an index of random keys."""
-    index, query, entries = _index(b, k, g, r, t)
-    yield jax.jit(scoring.index_scores)(query, entries), on_cpu(index.scores, query, entries), 1e-4
+def scored(
+    b: int, k: int, g: int, r: int, t: int, wide: bool = False, seed: int = 0
+) -> Iterator[Compared]:
+    """Compare the scores of every slot by a random index."""
+    query, entries = _index(b, k, g, r, t, wide, seed)
+    scores = jax.jit(scoring.index_scores)(query, entries)
+    yield scores, on_cpu(_scores_by_xla, query, entries), 5e-4 if wide else 1e-4
 
 
-def left(b: int, k: int, g: int, r: int, t: int) -> Iterator[Compared]:
+def left(
+    b: int,
+    k: int,
+    g: int,
+    r: int,
+    t: int,
+    columns: Sequence[int] = (0, *scoring.LEADING),
+    geometry: Slots = SLOTS,
+    wide: bool = False,
+    seed: int = 0,
+) -> Iterator[Compared]:
     """Compare the remaining scores, by block, after a request."""
-    index, query, entries = _index(b, k, g, r, t)
-    request = random_request(b, k, t // 10, t, 0)
-    positions = jnp.asarray(np.linspace(t - 1, t // 3, b), jnp.int32)
+    query, entries = _index(b, k, g, r, t, wide, seed)
+    operands = query, entries, random_request(b, k, t // 10, t, seed), positions_of(b, t)
+    options = {"geometry": geometry, "columns": 0}
+    by_kernel = jax.jit(_rest_by_kernel, static_argnames=tuple(options))
+    for options["columns"] in columns:
+        expected = on_cpu(_rest_by_xla, *operands, **options)
+        yield by_kernel(*operands, **options), expected, 5e-4 if wide else 1e-4
 
-    def by_kernel(
-        query: Array, entries: Array, request: Request, positions: Array, columns: int
-    ) -> Rest:
-        sizes = (SLOTS.blocks(t), SLOTS.sinks, SLOTS.window, columns)
-        slots, count = request.slots, request.count
-        return scoring.index_rest(query, entries, positions, slots, count, *sizes)
 
-    operands = query, entries, request, positions
-    for columns in (0, *scoring.LEADING):
-        reference = functools.partial(index.log_rest, slots=SLOTS, columns=columns)
-        rest = jax.jit(functools.partial(by_kernel, columns=columns))(*operands)
-        yield rest, on_cpu(reference, *operands), 1e-4
+def _scores_by_xla(query: Array, entries: Array) -> Array:
+    return XlaIndex("int4", query.shape[3]).scores(query, entries)
+
+
+def _rest_by_kernel(
+    query: Array, entries: Array, request: Request, positions: Array, geometry: Slots, columns: int
+) -> Rest:
+    sizes = geometry.blocks(entries.shape[3]), *geometry[:2], columns
+    return scoring.index_rest(query, entries, positions, *request[:2], *sizes)
+
+
+def _rest_by_xla(
+    query: Array, entries: Array, request: Request, positions: Array, geometry: Slots, columns: int
+) -> Rest:
+    """Return `log_rest`, also of terms so small that it drops them on a CPU."""
+    t = entries.shape[3]
+    host_only = geometry.eligible(positions, t)[:, None] & ~request.mask(t)
+    scores = jnp.where(host_only[:, :, None], _scores_by_xla(query, entries), -jnp.inf)
+    by_block = scores.reshape(*scores.shape[:3], geometry.blocks(t), -1)
+    rest = jax.nn.logsumexp(by_block, axis=-1)
+    if not columns:
+        return Rest(rest)
+    weights = jax.nn.softmax(scores, axis=-1, where=host_only[:, :, None])
+    return Rest(rest, XlaIndex("int4", query.shape[3]).sums(weights, entries, columns))
 
 
 def _index(
-    b: int, k: int, g: int, r: int, t: int
-) -> tuple[XlaIndex, Float[Array, "b k g r"], UInt32[Array, "b k e t"]]:
-    """Return an index format, a query, and the index entries of a key in every slot."""
-    random, index = np.random.default_rng(0), XlaIndex("int4", r)
+    b: int, k: int, g: int, r: int, t: int, wide: bool, seed: int
+) -> tuple[Float[Array, "b k g r"], UInt32[Array, "b k e t"]]:
+    """Return a query and index entries; if `wide`, the sizes of keys differ by powers of ten."""
+    random = np.random.default_rng(seed)
     query = jnp.asarray(random.normal(0, 1, (b, k, g, r)), jnp.float32)
-    keys = random.normal(0, 1, (b, k, r, t)).astype(np.float32)
-    return index, query, jnp.asarray(on_cpu(index.encode, keys))
+    codes = random.integers(0, 2**32, (b, k, -(-r // CODES), t), np.uint32)
+    size = 10.0 ** random.integers(-2, 2, (b, k, 1, t)) if wide else 1.0
+    step, low = (
+        (size * random.uniform(*limits, (b, k, 1, t))).astype(np.float32).view(np.uint32)
+        for limits in ((0.1, 0.3), (-3, -1))
+    )
+    return query, jnp.asarray(np.concatenate([codes, step >> 16 << 16 | low >> 16], axis=2))
 
 
 def attended(
-    b: int, k: int, g: int, d: int, n: int, cap: float | None = None
+    b: int, k: int, g: int, d: int, n: int, cap: float | None = None, seed: int = 0
 ) -> Iterator[Compared]:
     """Compare the attention to requested rows; the first request is empty, padding is NaN."""
-    random, request = np.random.default_rng(0), random_request(b, k, n, n, 0)
+    random, request = np.random.default_rng(seed), random_request(b, k, n, n, seed)
     request = request._replace(count=request.count.at[0, 0].set(0))
     q = jnp.asarray(random.normal(0, 1, (b, k, g, d)), jnp.float32)
     rows = jnp.asarray(random.normal(0, 1, (b, k, n, 2 * d)), jnp.bfloat16)
+    by_kernel = jax.jit(_attended_by_kernel, static_argnames="cap")
+    expected = on_cpu(_attended_by_xla, q, rows, request, cap=cap)
+    yield by_kernel(q, rows, request, cap=cap), expected, 1e-3
 
-    def by_kernel(q: Array, rows: Array, request: Request) -> Softmax:
-        rows = jnp.where(request.valid[..., None], rows, jnp.nan)
-        return calls.attend_rows(q, rows, request.count, cap)
 
-    def by_xla(q: Array, rows: Array, request: Request) -> Softmax:
-        return softmax_over(q, packed(rows.astype(jnp.float32), request.valid), cap)
+def _attended_by_kernel(q: Array, rows: Array, request: Request, cap: float | None) -> Softmax:
+    rows = jnp.where(request.valid[..., None], rows, jnp.nan)
+    return calls.attend_rows(q, rows, request.count, cap)
 
-    result, expected = jax.jit(by_kernel)(q, rows, request), on_cpu(by_xla, q, rows, request)
-    yield result, expected, 1e-3
+
+def _attended_by_xla(q: Array, rows: Array, request: Request, cap: float | None) -> Softmax:
+    return softmax_over(q, packed(rows.astype(jnp.float32), request.valid), cap)
 
 
 _case = functools.partial
@@ -252,10 +328,10 @@ CASES: dict[str, tuple[Callable[[], Iterator[Compared]], ...]] = {
         _case(gathered, 1, 2, 50, 144, jnp.uint8),
         _case(gathered, 2, 4, 100, 64, jnp.bfloat16),
     ),
-    "gather_rows_hot": (_case(gathered_hot, 2, 4, 100, 64, jnp.bfloat16),),
+    "gather_rows_hot": (_case(gathered, 2, 4, 100, 64, jnp.bfloat16, spare=100),),
     "select_rows": (
-        _case(selected, 2, 2, 1, 3000, 0.1, math.inf, tied=True),
-        _case(selected, 2, 2, 4, 3000, 0.1, 4.0),
+        _case(selected, 3, 2, 1, 3000, 0.1, math.inf, tied),
+        _case(selected, 3, 2, 4, 3000, 0.1, 4.0),
     ),
     "replace_entries_16": (_case(replaced, False, 2, 3, 150, 350, 1500, 600),),
     "replace_entries_32": (_case(replaced, True, 2, 3, 150, 350, 1500, 600),),
@@ -266,14 +342,18 @@ CASES: dict[str, tuple[Callable[[], Iterator[Compared]], ...]] = {
 """Cases of each kernel of `launch.KERNELS`."""
 
 
-def difference(compared: Iterable[Compared]) -> str | None:
-    """Return a line that describes the first difference; None if all agree."""
+def difference(compared: Iterable[Compared], closer: float | None = None) -> str | None:
+    """Return a line that describes the first difference; None if all agree.
+
+    `closer` is a tolerance relative to 1 + |expected|, which holds as well as the absolute ones.
+    """
     for computed, expected, tolerance in compared:
         leaves = (map(np.asarray, jax.tree.leaves(tree)) for tree in (computed, expected))
         for x, y in zip(*leaves, strict=True):
-            same = np.isclose(x, y, rtol=0, atol=tolerance) if tolerance else x == y
-            if not same.all():
-                return f"{np.sum(~same)} of {same.size} numbers are not the reference's"
+            limit = np.minimum(tolerance, closer * (1 + np.abs(y))) if closer else tolerance
+            close = np.isclose(x, y, rtol=0, atol=limit) if tolerance else x == y
+            if not close.all():
+                return f"{np.sum(~close)} of {close.size} numbers are not the reference's"
     return None
 
 

@@ -20,6 +20,7 @@
 #include <barrier>
 #include <thread>
 #else
+#include <csetjmp>
 #include <ucontext.h>
 #endif
 
@@ -45,8 +46,10 @@ struct Lane {
   dim3 index;
   uint64_t exchanged = 0;  // what the lane gives to the others of its warp
   State state = RUNNING;
+  bool begun = false;
 #ifndef EMULATE_THREADS
-  ucontext_t context;
+  ucontext_t context;  // to begin with
+  jmp_buf resumed;     // from then on: `swapcontext` takes two calls of the system
   std::unique_ptr<char[]> stack;
 #endif
 };
@@ -85,18 +88,28 @@ void run_block(Body body, uint64_t) {
   for (std::thread& thread : threads) thread.join();
 }
 #else
-inline ucontext_t scheduler;
+inline jmp_buf scheduling;
 inline void (*enter)(void*);
 inline void* enter_argument;
 
 inline void meet(State where) {
   lane->state = where;
-  swapcontext(&lane->context, &scheduler);
+  if (!_setjmp(lane->resumed)) _longjmp(scheduling, 1);
 }
 
 inline void run_lane() {
   enter(enter_argument);
   lane->state = DONE;
+  _longjmp(scheduling, 1);
+}
+
+// Lets a lane run until it meets a barrier or ends.
+inline void go_on(Lane& next) {
+  lane = &next;
+  if (_setjmp(scheduling)) return;
+  if (next.begun) _longjmp(next.resumed, 1);
+  next.begun = true;
+  setcontext(&next.context);
 }
 
 // Lets the lanes that have all arrived at the same barrier go on. True if there were any.
@@ -125,11 +138,12 @@ void run_block(Body body, uint64_t seed) {
   enter_argument = &body;
   for (Lane& each : lanes) {
     each.state = RUNNING;
+    each.begun = false;
     if (!each.stack) each.stack.reset(new char[STACK]);
     getcontext(&each.context);
     each.context.uc_stack.ss_sp = each.stack.get();
     each.context.uc_stack.ss_size = STACK;
-    each.context.uc_link = &scheduler;
+    each.context.uc_link = nullptr;
     makecontext(&each.context, run_lane, 0);
   }
   std::mt19937_64 random(seed);
@@ -138,9 +152,7 @@ void run_block(Body body, uint64_t seed) {
   do {
     std::shuffle(order.begin(), order.end(), random);
     for (Lane* each : order) {
-      if (each->state != RUNNING) continue;
-      lane = each;
-      swapcontext(&scheduler, &each->context);
+      if (each->state == RUNNING) go_on(*each);
     }
   } while (release());
   for (Lane& each : lanes) {

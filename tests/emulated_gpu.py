@@ -10,7 +10,12 @@ from cuda_emulation import emulated_kernels
 
 from infinigen_jax.cuda import calls, scoring
 
-UNDEFINED = 0xA5  # bytes of results that a kernel has not written
+UNDEFINED = 0xFF  # bytes of results that a kernel has not written: NaN, -1
+
+most_threads = 64
+"""Of a block; a kernel may ask for fewer."""
+order = 1
+"""Seed of the order in which threads run."""
 
 launched: collections.Counter[str] = collections.Counter()
 """How often each kernel ran. Compiled programs outlive a test, and so does this."""
@@ -31,7 +36,9 @@ def call(kernel: str, operands: Any, results: Any, grid: Any, integers: Any, **o
         for operand, result in (options.get("aliases") or {}).items():
             outputs[result] = inputs[operand].reshape(-1).view(np.uint8)
         blocks, threads = grid
-        emulated_kernels().run(kernel, blocks, min(threads, 64), 1, *inputs, *outputs, *integers)
+        emulated_kernels().run(
+            *(kernel, blocks, min(threads, most_threads), order, *inputs, *outputs, *integers)
+        )
         launched[kernel] += 1
         if kernel in wrong:
             outputs[0][:4].view(np.uint32)[:] ^= 0x40000041
@@ -41,6 +48,11 @@ def call(kernel: str, operands: Any, results: Any, grid: Any, integers: Any, **o
         )
 
     return tuple(jax.pure_callback(run, results, *operands))
+
+
+def case_name(case: Any) -> str:
+    """Return the name of a case of `check_kernels`, the same in every process."""
+    return f"{case.func.__name__} {[x for x in case.args if isinstance(x, int | float)]}"
 
 
 def install(patch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The kernels' check, with right and wrong emulated kernels, and when it runs."""
+"""When the kernels' check runs, and what follows from it; `test_kernels.py` runs its cases."""
 
 import logging
 import sys
@@ -7,60 +7,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import emulated_gpu
 import jax
 import pytest
-from cuda_emulation import compiler
 from tiny import ROOT
 
 from infinigen_jax import check_kernels as check
 from infinigen_jax import cuda
 from infinigen_jax.cuda import first_use
-from infinigen_jax.cuda.launch import KERNELS
 from infinigen_jax.cuda.nvrtc import CompileError
 
 on_the_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="stands in for a GPU")
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    if compiler() is None or jax.default_backend() != "cpu":
-        pytest.skip("needs g++, and stands in for a GPU on the CPU")
-    emulated_gpu.install(monkeypatch)
-    monkeypatch.setattr(cuda, "load", lambda: None)
-
-
-@pytest.mark.parametrize("most", [1, pytest.param(None, marks=pytest.mark.slow)])
-def test_right_kernels_pass(
-    kernels: None, monkeypatch: pytest.MonkeyPatch, command: Callable[..., Any], most: int | None
-):
-    """In the first case of each kernel, or in all."""
-    cases = {name: cases[:most] for name, cases in check.CASES.items()}
-    monkeypatch.setattr(check, "CASES", cases)
-    status, out, err = command(check.main)
-    assert (status, err) == (0, "")
-    assert out.splitlines() == [f"{kernel}: as the reference" for kernel in KERNELS]
-    assert set(emulated_gpu.launched) == set(KERNELS)
-
-
-def test_wrong_kernels_are_found(
-    kernels: None, monkeypatch: pytest.MonkeyPatch, command: Callable[..., Any]
-):
-    emulated_gpu.wrong.update(KERNELS)
-    monkeypatch.setattr(check, "CASES", {name: cases[:1] for name, cases in check.CASES.items()})
-    status, out, err = command(check.main)
-    lines = out.splitlines()
-    for kernel, line in zip(KERNELS, lines, strict=True):
-        assert line.startswith(f"{kernel}: ") and "numbers are not the reference's" in line
-    assert status == 1
-    assert err == f"error: the CUDA kernels do not work here: {'; '.join(lines)}\n"
-
-
-def test_nothing_is_tried_behind_an_error(kernels: None, command: Callable[..., Any]):
-    emulated_gpu.failing.add("gather_rows")
-    status, out, err = command(check.main)
-    assert status == 1 and "gather_rows failed" in err
-    assert len(out.splitlines()) == len(err.splitlines()) == 1 and out.startswith("gather_rows: ")
 
 
 @on_the_cpu

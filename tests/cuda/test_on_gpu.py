@@ -10,6 +10,7 @@ from functools import partial
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from emulated_gpu import case_name
 from runtime import ALL, engine, random_model, scores_of, tokens_of
 
 from infinigen_jax import check_kernels as check
@@ -35,10 +36,12 @@ ATTENDED = [(1, 8, 3), (4, 128, 5000), (9, 256, 700, 3.0), (3, 112, 300)]
 CASES = [
     *(partial(check.gathered, *shape, steps=20) for shape in SHAPES),
     *(partial(check.gathered, 2, 3, 70, 24, jnp.float32, transfer=grid) for grid in GRIDS),
-    *(partial(check.gathered_hot, *shape, steps=8) for shape in SHAPES),
+    *(partial(check.gathered, *shape, steps=8, spare=shape[2]) for shape in SHAPES),
     *(
-        partial(check.selected, *sizes, alpha, tied)
-        for sizes, alpha, tied in itertools.product(SELECTED, (4.0, math.inf), (False, True))
+        partial(check.selected, *sizes, alpha, draw)
+        for sizes, alpha, draw in itertools.product(
+            SELECTED, (4.0, math.inf), (check.normal, check.tied)
+        )
     ),
     *(partial(check.scored, *sizes) for sizes in SCORED),
     *(partial(check.left, *sizes) for sizes in SCORED),
@@ -52,7 +55,7 @@ def usable() -> None:
     assert cuda.unavailable() is None
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.func.__name__} {case.args}")
+@pytest.mark.parametrize("case", CASES, ids=case_name)
 def test_results_are_those_of_the_reference(case: partial):
     assert difference(case()) is None
 
