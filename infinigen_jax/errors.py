@@ -154,13 +154,18 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {one_line(message)}; see --help\n")
 
 
-def run_command(command: Callable[[], int | None], parser: Parser | None = None) -> int:
+def run_command(
+    command: Callable[[], int | None], parser: Parser | None = None, *, program: bool = False
+) -> int:
     """Run a command line, including its parser; turn bad input and interrupts into an exit status.
 
     Messages name the options of `parser` in place of the library's parameters. Return 0 on success,
     2 after bad input or output that cannot be written (one line on stderr), 130 after Ctrl-C, and
     141, quietly, after a broken stdout pipe (`... | head`), like other Unix programs. Buffered
     output is written here, because the interpreter would not report a failure at its exit.
+
+    If this is the whole `program`, it ends here after a signal: Python's own end crashes while a
+    thread of XLA compiles.
     """
     # Replace streams that the caller has closed. Otherwise a file opened later would get their
     # number, and with it the output of libraries.
@@ -184,6 +189,8 @@ def run_command(command: Callable[[], int | None], parser: Parser | None = None)
         with contextlib.suppress(OSError):
             print(message, file=sys.stderr)
     flush(sys.stderr)
+    if program and status in (130, 143):
+        os._exit(status)
     return status
 
 

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None, *family: Any) -> int:
         arguments = parser.parse_args(argv)
         arguments.run(arguments, Messages(arguments.quiet))
 
-    return run_command(run, parser)
+    return run_command(run, parser, program=argv is None)
 
 
 if __name__ == "__main__":

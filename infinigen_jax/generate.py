@@ -99,7 +99,7 @@ def build_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
-    return run_command(lambda: generate(parser.parse_args(argv)), parser)
+    return run_command(lambda: generate(parser.parse_args(argv)), parser, program=argv is None)
 
 
 def generate(arguments: argparse.Namespace) -> None:
@@ -154,8 +154,6 @@ def print_texts(
     run: "Run", prompts: list[str], label: Say, steps: Iterable[list[int | None]]
 ) -> None:
     """Print the first unfinished prompt's text as it is made, then the others' in order."""
-    from infinigen_jax.engine.conversation import held_interrupts
-
     number, printed = -1, 0  # the prompt whose text is printed, and how many characters of it
 
     def begin_next() -> None:
@@ -170,18 +168,14 @@ def print_texts(
         printed = len(run.texts[number])
 
     begin_next()
-    # An exception from a signal handler can be lost, as in JAX's garbage-collector callback.
-    with held_interrupts(always=True) as interrupted:
-        for tokens in steps:
-            if interrupted.is_set():
-                raise KeyboardInterrupt
-            run.push_text(tokens)
+    for tokens in steps:
+        run.push_text(tokens)
+        show()
+        # Text held back at the end appears with the step after the last token.
+        while number + 1 < len(run.texts) and run.ended(number) and tokens[number] is None:
+            show("\n")
+            begin_next()
             show()
-            # Text held back at the end appears with the step after the last token.
-            while number + 1 < len(run.texts) and run.ended(number) and tokens[number] is None:
-                show("\n")
-                begin_next()
-                show()
     run.finish_text()
     while number < len(run.texts):
         show("\n")

@@ -27,7 +27,8 @@ class Messages:
 
     def __call__(self, message: str) -> None:
         if not self.quiet:
-            print(message, file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # a full disk ends no run
+                print(message, file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def working(self, message: str) -> Iterator[None]:

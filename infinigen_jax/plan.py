@@ -67,7 +67,7 @@ def build_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
-    return run_command(lambda: plan(parser.parse_args(argv)), parser)
+    return run_command(lambda: plan(parser.parse_args(argv)), parser, program=argv is None)
 
 
 def plan(arguments: argparse.Namespace) -> None:

@@ -81,7 +81,7 @@ def build_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
-    return run_command(lambda: serve(parser.parse_args(argv)), parser)
+    return run_command(lambda: serve(parser.parse_args(argv)), parser, program=argv is None)
 
 
 def serve(arguments: argparse.Namespace) -> None:
@@ -102,6 +102,7 @@ def serve(arguments: argparse.Namespace) -> None:
         connections = 2 * (arguments.max_waiting + arguments.batch) + 512
         config = http_config(create_app(scheduler, service), service, connections)
         host, port = listening.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
         kept = f" ({KEPT})" if say.kept else ""
         say(f"http://{host}:{port} is starting; a first start compiles{kept} ...")
 
@@ -170,10 +171,14 @@ def make_service(arguments: argparse.Namespace) -> "Service":
 
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket."""
+    if not host:
+        raise InputError("--host: it is empty, which would mean all addresses; give one")
     try:
-        return socket.create_server((host, port), backlog=1024)
-    except OSError as error:
-        reason = error.strerror or error
+        families = {found[0] for found in socket.getaddrinfo(host, port)}
+        family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except (OSError, TypeError, UnicodeError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise InputError(f"--host {host} --port {port}: {reason}; use another address") from None
 
 

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import signal
 import shutil
 import subprocess
 import sys
@@ -96,9 +97,14 @@ def python(*arguments: str | Path, **variables: str) -> subprocess.CompletedProc
 
 
 def started(*arguments: str | Path, stdin: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
-    """Start Python, with a pipe for each of its streams."""
+    """Start Python, with a pipe for each of its streams; Ctrl-C ends it."""
     command, pipe = [sys.executable, *map(str, arguments)], subprocess.PIPE
-    return subprocess.Popen(command, env=environment(), stdin=stdin, stdout=pipe, stderr=pipe)
+    # A process inherits that the signal is ignored, as in one that a shell runs in the background.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(command, env=environment(), stdin=stdin, stdout=pipe, stderr=pipe)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @functools.cache

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from infinigen_jax.cli.dialogue import Dialogue
 from infinigen_jax.cli.line_editor import line_reader
 from infinigen_jax.cli.options import sampling_settings
-from infinigen_jax.engine.saved_file import check_replaceable
 from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.files.output import checked_output
 from infinigen_jax.messages import READING, Messages
@@ -76,6 +75,8 @@ def check_chat_options(arguments: argparse.Namespace) -> None:
         checked_text("system", arguments.system)
     saved = checked_output("save", arguments.save)
     if saved is not None:
+        from infinigen_jax.engine.saved_file import check_replaceable
+
         check_replaceable(saved)
 
 

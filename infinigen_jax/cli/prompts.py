@@ -82,7 +82,7 @@ def read_stdin(say: Messages) -> str:
     with contextlib.suppress(OSError), say.working("reading the prompt from stdin"):
         if not sys.stdin.isatty():
             try:
-                text = sys.stdin.read().removesuffix("\n")
+                text = sys.stdin.read().removeprefix("\ufeff").removesuffix("\n")
                 text.encode()  # fails on lone surrogates, which stand for other bytes
                 return text
             except UnicodeError:

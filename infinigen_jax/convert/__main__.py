@@ -47,7 +47,7 @@ def build_parser() -> Parser:
 
 def main(argv: list[str] | None = None) -> int:
     parser = build_parser()
-    return run_command(lambda: _convert(parser.parse_args(argv)), parser)
+    return run_command(lambda: _convert(parser.parse_args(argv)), parser, program=argv is None)
 
 
 def _convert(arguments: argparse.Namespace) -> None:

@@ -245,6 +245,8 @@ def model_folder(
     An embedded model is known by name, unless a file or folder has that name. For `revision` and
     `weights` see `checkpoint.hub.fetched`.
     """
+    if model == "":
+        raise ParameterError("model", "it is empty; give a folder, a file or a name")
     name = EMBEDDED[0] if model is None else model
     here = model is not None and Path(name).exists()
     if revision is None and not here and str(name) in EMBEDDED:
@@ -355,8 +357,13 @@ def _load_through_cache(
 
     def cached(report: Callable[[str], None]) -> Model | None:
         """Load the conversion; return None if there is none, or report that it is unusable."""
-        if not destination.exists():
-            return None
+        try:
+            if not destination.exists():
+                return None
+        except PermissionError:  # the folder above is another user's
+            raise InputError(
+                f"{destination.parent}: permission denied; set XDG_CACHE_HOME to a folder of yours"
+            ) from None
         with contextlib.suppress(OSError):  # another user's
             os.utime(destination)  # the time of its last use
         try:

@@ -26,7 +26,15 @@ def claim_memory() -> None:
 
 
 def start_backend() -> None:
-    """Start JAX's backend if it has not started."""
+    """Start JAX's backend if it has not started.
+
+    Raise InputError for a device that JAX does not find, or if its numbers have 64 bits.
+    """
+    if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        raise InputError(
+            "JAX_ENABLE_X64: the programs need JAX's numbers of 32 bits; leave it out, or set "
+            '`jax.config.update("jax_enable_x64", False)`'
+        )
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # AssertionError if a plugin is missing

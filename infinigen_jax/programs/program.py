@@ -33,6 +33,7 @@ from infinigen_jax.programs.compilations import cache_hits
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".program"
+DIGEST = hashlib.sha256().digest_size  # of the rest of a file, which follows
 
 
 class Program:
@@ -148,8 +149,11 @@ def is_foreign(settings: Any) -> bool:
 def _load(path: Path) -> Any:
     """Read an executable from a file; return None if it is missing or unusable."""
     try:
-        with open(path, "rb") as file:
-            uses_lapack, *serialised = pickle.load(file)
+        content = path.read_bytes()
+        digest, content = content[:DIGEST], content[DIGEST:]
+        if hashlib.sha256(content).digest() != digest:  # XLA may crash on damaged code
+            raise ValueError("damaged")
+        uses_lapack, *serialised = pickle.loads(content)
         if uses_lapack:
             _initialise_lapack()
         return serialize_executable.deserialize_and_load(*serialised)
@@ -170,6 +174,6 @@ def _save(path: Path, executable: Any, uses_lapack: bool) -> None:
         content = pickle.dumps((uses_lapack, *serialize_executable.serialize(executable)))
         prune_programs()
         with whole_file(path) as file:
-            file.write(content)
+            file.write(hashlib.sha256(content).digest() + content)
     except Exception as error:  # read-only folder, full disk, not serialisable
         logger.debug("%s: %s", path, error)

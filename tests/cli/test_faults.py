@@ -19,6 +19,7 @@ from infinigen_jax import evaluate, generate, plan
 from infinigen_jax.convert import __main__ as convert
 from infinigen_jax.errors import OUT_OF_MEMORY, InputError, Parser, run_command, with_options
 from infinigen_jax.loading.load import embedded
+from infinigen_jax.messages import Messages
 from infinigen_jax.policies.quest import Quest
 from infinigen_jax.settings.pool import Pool
 from infinigen_jax.settings.sampling import Sampling
@@ -131,6 +132,32 @@ def test_ctrl_c_in_a_callback_that_loses_exceptions(busy, monkeypatch):
         assert run_command(command) == 130
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("program", [False, True])
+def test_an_interrupted_program_ends_without_the_interpreter(program):
+    """Which would crash while a thread of XLA compiles."""
+    code = f"""
+import atexit
+from infinigen_jax.errors import run_command
+atexit.register(print, "the interpreter ends")
+def command():
+    print("text")
+    raise KeyboardInterrupt
+raise SystemExit(run_command(command, program={program}))
+"""
+    done = python("-c", code)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+    assert done.stdout == ("text\n" if program else "text\nthe interpreter ends\n")
+
+
+def test_messages_that_cannot_be_written_end_no_command(monkeypatch):
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sys, "stderr", Full())
+    Messages()("a message")
 
 
 def broken_pipe() -> int:

@@ -105,15 +105,15 @@ def test_text_on_stdout_and_stats_in_a_file(run, tmp_path):
 
 
 def test_prompts_from_stdin(run, monkeypatch):
-    """Without their last line break; nothing on stdin, as of a service, is the default prompt."""
+    """Without a byte order mark and the last line break; the default prompt if there is nothing."""
     lines: dict[str, str] = {}
-    for text in ("The king said\n", "", "\n"):
+    for text in ("\ufeffThe king said\n", "", "\n"):
         monkeypatch.setattr(sys, "stdin", io.StringIO(text))
         status, lines[text], _ = run(*SHORT[2:], "--quiet")
         assert status == 0
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert f"no prompt was given; this one is used: {DEFAULT_PROMPT}" in run(*SHORT[2:])[2]
-    assert run(*SHORT, "--quiet")[1] == lines["The king said\n"] != lines[""] == lines["\n"]
+    assert run(*SHORT, "--quiet")[1] == lines["\ufeffThe king said\n"] != lines[""] == lines["\n"]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\x80"), "utf-8"))
     assert "error: stdin: not UTF-8" in run(*SHORT[2:])[2]
 

@@ -114,6 +114,9 @@ SERVE = {
         "--context 4096": "--context 4096",
         "--port 99999": "--port",
         "--host 203.0.113.1": "--host 203.0.113.1",
+        "--host ''": "--host: it is empty",
+        "--host 'a\udcff'": "--host a",
+        "--model ''": "--model: it is empty",
         "--pool-tokens 100": "--pool-tokens",
         "--batch 1000000 --context 1k": "--batch",
         "--policy none": "--policy",
@@ -152,6 +155,17 @@ def test_a_failure_ends_the_server(command, monkeypatch):
     arguments = ("--port", "0", "--context", "64", "--batch", "1")
     status, _, err = command(serve.main, "--model", "tiny-llama", *arguments)
     assert status == 2 and err.splitlines()[-1] == "error: no memory is left"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_addresses_to_listen_at(host):
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
+        try:
+            free.bind((host, 0))
+        except OSError:
+            pytest.skip("this machine has no such address")
+    with serve.listen(host, 0) as listening:
+        assert listening.getsockname()[0] in (host, "127.0.0.1")
 
 
 def test_a_port_in_use(refused):

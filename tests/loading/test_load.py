@@ -328,3 +328,27 @@ def test_a_conversion_that_lost_its_manifest_is_not_taken_for_a_source(tiny, tmp
     (out / "infinigen.json").unlink()
     with pytest.raises(InputError, match="infinigen.json: missing"):
         checkpoint.load(out)
+
+
+def test_64_bits_are_refused():
+    jax.config.update("jax_enable_x64", True)
+    try:
+        with pytest.raises(InputError, match="JAX_ENABLE_X64: .* of 32 bits"):
+            checkpoint.load()
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
+def test_a_cache_of_another_user(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder, exists = tiny("llama").folder, Path.exists
+    conversion = cache_folder(folder)
+
+    def refused(path: Path, **options: bool) -> bool:
+        if path == conversion:
+            raise PermissionError(13, "Permission denied")
+        return exists(path, **options)
+
+    monkeypatch.setattr(Path, "exists", refused)
+    with pytest.raises(InputError, match=f"{tmp_path}.*: permission denied; set XDG_CACHE_HOME"):
+        checkpoint.load(folder)

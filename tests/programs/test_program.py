@@ -79,12 +79,21 @@ def test_programs_with_code_from_elsewhere_are_not_stored(folder):
     assert traced.traces == 2 and not kept(folder)
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b""])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[: len(data) // 2],
+        lambda data: b"",
+        lambda data: data.replace(b"ELF", b"\xff\0\xff"),  # XLA crashed on such code
+    ],
+    ids=["half", "empty", "code"],
+)
 def test_a_damaged_file_is_compiled_and_written_again(folder, damage):
     traced = Traced()
     traced.call(traced.program())
     (file,) = kept(folder)
     whole = file.read_bytes()
+    assert damage(whole) != whole
     file.write_bytes(damage(whole))
     traced.call(traced.program())
     assert traced.traces == 2 and kept(folder) == {file}

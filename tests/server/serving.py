@@ -76,7 +76,7 @@ class Served:
         answer = connection.getresponse()
         content = answer.read()
         connection.close()
-        if answer.headers.get_content_type() == "application/json":
+        if content and answer.headers.get_content_type() == "application/json":
             content = json.loads(content)
         return answer.status, dict(answer.headers), content
 

@@ -40,6 +40,7 @@ def strict(served: Served) -> Iterator[Served]:
 
 def test_status_pages(served: Served):
     assert served.request("GET", "/health")[::2] == (200, {"status": "ok"})
+    assert served.request("HEAD", "/health")[0] == 200
     assert "version" in served.request("GET", "/version")[2]
     assert "/v1/completions" in served.request("GET", "/openapi.json")[2]["paths"]
     names = "infinigen_new_tokens_total", "infinigen_compilations_after_warmup"
