@@ -3,8 +3,8 @@
 import functools
 import json
 import os
-import signal
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
