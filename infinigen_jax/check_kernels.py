@@ -392,7 +392,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.parse_args(argv)
         return check()
 
-    return run_command(run)
+    return run_command(run, program=argv is None)
 
 
 if __name__ == "__main__":

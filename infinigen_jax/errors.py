@@ -164,8 +164,8 @@ def run_command(
     141, quietly, after a broken stdout pipe (`... | head`), like other Unix programs. Buffered
     output is written here, because the interpreter would not report a failure at its exit.
 
-    If this is the whole `program`, it ends here after a signal: Python's own end crashes while a
-    thread of XLA compiles.
+    If this is the whole `program`, the process ends here after Ctrl-C or SIGTERM, because the
+    interpreter's exit crashes while XLA compiles.
     """
     # Replace streams that the caller has closed. Otherwise a file opened later would get their
     # number, and with it the output of libraries.

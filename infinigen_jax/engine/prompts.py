@@ -116,7 +116,8 @@ class PromptReader:
 
     def _step_bytes(self, batch: int) -> int:
         drafted, resident = self._runtime.draft_room, self.cache_plan(batch).resident
-        return step_bytes(self.decoder, self._params, batch, self.slots, drafted, resident)
+        sizes = batch, self.capacity, drafted, resident, self.slots
+        return step_bytes(self.decoder, self._params, *sizes)
 
     def chunk_length(self, longest: int, batch: int) -> int:
         """Return the prefill chunk length for `batch` prompts of at most `longest` tokens."""

@@ -51,38 +51,54 @@ def _prefill_on_cpu(decoder: Decoder, batch: int, chunk: int, capacity: int) -> 
 
 
 def decode_bytes(
-    decoder: Decoder, params: Params, batch: int, capacity: int, tokens: int = 1
+    decoder: Decoder,
+    params: Params,
+    batch: int,
+    capacity: int,
+    tokens: int = 1,
+    slots: int | None = None,
 ) -> int:
     """Return the bytes of temporaries of a decode step: rows, scores and logits.
 
-    Products are with `tokens` tokens of each sequence, several in a verification.
+    Products are with `tokens` tokens of each sequence, several in a verification. Layers on the
+    device have `capacity` tokens of each sequence; the others have `slots`, fewer with a pool.
     """
     config = decoder.config
+    slots = capacity if slots is None else slots
     selecting = bool(decoder.selecting)
-    requested = decoder.request_size(capacity) if selecting else 0
+    requested = decoder.request_size(slots) if selecting else 0
     row = batch * config.num_kv_heads * 2 * config.head_dim * decoder.dtype.itemsize
     # The rows of two layers are on the device at a time.
     moved = 0 if decoder.transfer.in_place and not decoder.hot_set else 2 * requested * row
     # Scores, ranking keys and masks, in float32.
-    scores = 3 * FLOAT32 * batch * config.num_heads * capacity if selecting else 0
+    scores = 3 * FLOAT32 * batch * config.num_heads * slots if selecting else 0
     if selecting and (block := decoder.policy.tail_block) > 1:  # with mean entries of the blocks
-        scores += FLOAT32 * batch * config.num_heads * (capacity // block) * LEADING[-1]
-    if decoder.host_layers < config.num_layers:  # scores and weights of a layer on the device
-        scores = max(scores, 2 * FLOAT32 * batch * config.num_heads * capacity)
+        scores += FLOAT32 * batch * config.num_heads * (slots // block) * LEADING[-1]
+    on_device = [layer for layer in range(config.num_layers) if layer not in decoder.on_host]
+    longest = max((decoder.ring_size(x, capacity) or capacity for x in on_device), default=0)
+    scores = max(scores, 2 * FLOAT32 * batch * config.num_heads * longest)  # scores and weights
     ends = FLOAT32 * batch * (2 * config.vocab_size + 4 * config.intermediate_size)
     ends += _arriving_bytes(decoder, params)
     ends += _decoded_bytes(decoder, params, batch * tokens, batch * tokens)
-    return moved + scores + ends + _converted_bytes(decoder, batch, capacity)
+    return moved + scores + ends + _converted_bytes(decoder, batch, longest)
 
 
 def step_bytes(
-    decoder: Decoder, params: Params, batch: int, capacity: int, drafted: int, resident: int
+    decoder: Decoder,
+    params: Params,
+    batch: int,
+    capacity: int,
+    drafted: int,
+    resident: int,
+    slots: int | None = None,
 ) -> int:
     """Return the bytes of temporaries of a decode step, or of a round with `drafted` tokens.
 
-    A draft copies `resident` bytes of rows for its undo.
+    The tokens include the one that is drawn in the end. A draft copies `resident` bytes of rows for
+    its undo. For the other arguments see `decode_bytes`.
     """
-    step, config = decode_bytes(decoder, params, batch, capacity, drafted + 1), decoder.config
+    tokens, config = max(1, drafted), decoder.config
+    step = decode_bytes(decoder, params, batch, capacity, tokens, slots)
     if not drafted:
         return step
     rows = config.num_layers * config.num_kv_heads * 2 * config.head_dim * decoder.dtype.itemsize
@@ -107,12 +123,14 @@ def _decoded_bytes(decoder: Decoder, params: Params, rows: int, ends: int) -> in
     return max(layer, logits) * decoder.dtype.itemsize
 
 
-def _converted_bytes(decoder: Decoder, batch: int, capacity: int) -> int:
-    """Return the bytes of the largest matrix that XLA converts to float32 for a product."""
+def _converted_bytes(decoder: Decoder, batch: int, tokens: int) -> int:
+    """Return the bytes of the largest matrix that XLA converts to float32 for a product.
+
+    The longest layer on the device has `tokens` tokens of each sequence.
+    """
     config = decoder.config
     if not decoder.transfer.in_place or decoder.dtype.itemsize == FLOAT32:
         return 0
     widest = max(config.vocab_size, 2 * config.intermediate_size)
-    on_device = decoder.host_layers < config.num_layers
-    rows = batch * config.num_kv_heads * config.head_dim * capacity if on_device else 0
+    rows = batch * config.num_kv_heads * config.head_dim * tokens
     return FLOAT32 * max(config.hidden_size * widest, 2 * rows)

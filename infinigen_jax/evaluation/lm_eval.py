@@ -188,7 +188,7 @@ def main() -> int:
 
     from infinigen_jax.errors import run_command
 
-    return run_command(cli_evaluate)
+    return run_command(cli_evaluate, program=True)
 
 
 if __name__ == "__main__":

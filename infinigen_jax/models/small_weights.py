@@ -28,7 +28,7 @@ from infinigen_jax.models.products import most_terms
 from infinigen_jax.settings.engine import WEIGHT_DTYPES
 
 LANES = 32  # inputs in a group
-AT_ONCE = 2**24  # numbers made small at a time, because temporaries take several bytes for each
+AT_ONCE = 2**24  # numbers made int4 at a time, because temporaries take several bytes for each
 FEW_ROWS = 16  # rows up to which `product` beats a product with the decoded matrix
 UNITS = (1.0, 1 / 16)  # of the low and the high bits of a byte, as `_decoded` returns them
 LEVELS = (8, 15)  # least and most steps between the ends of an int4 group
@@ -75,13 +75,20 @@ def shrink_part(part: Params, dtype: str) -> Params:
     """Return {"codes", ...} in place of {"weight" [f, e]} or {"embedding" [f, e]}."""
     rows = part["embedding"] if "embedding" in part else part["weight"]
     rest = {name: x for name, x in part.items() if name not in ("embedding", "weight")}
-    small, (outputs, inputs) = functools.partial(_small_row, dtype=dtype), rows.shape
-    most = max(1, AT_ONCE // inputs)
-    if outputs <= most:
-        return rest | jax.vmap(small)(rows)
-    # Preferably equal pieces: others need a copy of the matrix.
-    size = next((n for n in range(most, most // 8, -1) if outputs % n == 0), most)
-    return rest | lax.map(small, rows, batch_size=size)
+    small, (outputs, inputs) = jax.vmap(functools.partial(_small_row, dtype=dtype)), rows.shape
+    size = max(1, AT_ONCE // inputs)
+    if dtype != "int4" or outputs <= size:
+        return rest | small(rows)
+
+    def put_piece(i: Array, made: Params) -> Params:
+        start = jnp.minimum(i * size, outputs - size)
+        piece = small(lax.dynamic_slice_in_dim(rows, start, size))
+        return jax.tree.map(
+            lambda x, new: lax.dynamic_update_slice_in_dim(x, new, start, 0), made, piece
+        )
+
+    made = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(small, rows))
+    return rest | lax.fori_loop(0, -(-outputs // size), put_piece, made)
 
 
 def _small_row(row: Float[Array, " e"], dtype: str) -> Params:

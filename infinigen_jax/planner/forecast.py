@@ -232,9 +232,10 @@ class Planner:
             length = min(chunk, capacity)
             cache = plan_cache(decoder, batch, capacity, slots)
             reading = prefill_bytes(decoder, weights.params, batch, length, capacity)
-            step = step_bytes(decoder, weights.params, batch, slots, drafted, cache.resident)
-            sizes = {"chunk": length, "prefill": reading, "decode": step}
-            return capacity, slots, sizes | {"plan": cache.at_work(max(reading, step))}
+            sizes = batch, capacity, drafted, cache.resident, slots
+            step = step_bytes(decoder, weights.params, *sizes)
+            work = {"chunk": length, "prefill": reading, "decode": step}
+            return capacity, slots, work | {"plan": cache.at_work(max(reading, step))}
 
         most = most_drafted(decoder, settings.draft_tokens)
         capacity, slots, sizes = memory(size_of(most) if settings.lossless else 0)

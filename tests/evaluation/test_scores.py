@@ -80,6 +80,23 @@ def test_scores_and_traffic_do_not_depend_on_the_batch():
     assert there.host_cache_bytes == here.host_cache_bytes * 5 // 2
 
 
+@pytest.mark.parametrize("policy", [SPARSE, Full()], ids=["selected", "streamed"])
+def test_traffic_is_what_a_run_moves(policy):
+    chosen = engine("one", policy)
+    _, traffic = score_windows(chosen, WINDOWS[:2], CONTEXT, batch=2)
+    run = chosen.start(WINDOWS[:2, : CONTEXT - 1].tolist(), max_new_tokens=28)
+    for i in range(CONTEXT - 1, 39):
+        run.predict(WINDOWS[:2, i])
+    decoder = run.decoder
+    assert traffic.host_cache_bytes == run.plan.host_cache
+    assert traffic.device_index_bytes == run.plan.index
+    rows = sum(int(counts.moved.sum()) for counts in run.counts)
+    if policy is not SPARSE:  # streamed up to the cache's end
+        heads = decoder.config.num_kv_heads
+        rows = traffic.tokens * heads * decoder.host_layers * run.slots
+    assert traffic.moved_bytes == rows * 2 * decoder.config.head_dim * 4
+
+
 def test_what_is_attended_is_of_layers_that_select():
     paper = InfiniGenPaper(budget=0.2, alpha=math.inf, streamed_layers=1)
     _, traffic = score_windows(engine("gqa", paper, 0), WINDOWS[:2], CONTEXT, batch=2)

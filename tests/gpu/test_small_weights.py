@@ -1,11 +1,18 @@
-"""Products with small weights, compiled for a GPU: memory of the decoded matrix."""
+"""Small weights, compiled for a GPU: memory of a decoded matrix, and of making one small."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 from compile_for_gpu import compile_for_gpu, on_device
 
-from infinigen_jax.models.small_weights import FEW_ROWS, decoded_size, product, shrink_part
+from infinigen_jax.models.small_weights import (
+    AT_ONCE,
+    FEW_ROWS,
+    decoded_size,
+    product,
+    shrink_part,
+)
+from infinigen_jax.settings.engine import WEIGHT_DTYPES
 
 MATRIX = (8192, 2048)
 
@@ -21,3 +28,10 @@ def test_a_decoded_matrix_takes_the_planned_memory(dtype: str):
     assert planned == 2 * MATRIX[0] * MATRIX[1]
     workspace = 8 * 2**20  # of the library of matrix products
     assert 0.9 * planned < program.memory["temp"] < planned + workspace
+
+
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
+def test_making_a_matrix_small_takes_little_memory(dtype: str):
+    matrix = on_device((50257, 2048))  # of no equal pieces
+    program = compile_for_gpu(shrink_part, {"weight": matrix}, keywords={"dtype": dtype})
+    assert program.memory["temp"] < 6 * AT_ONCE

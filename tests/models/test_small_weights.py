@@ -94,13 +94,12 @@ def test_numbers_are_rounded(inputs):
             assert (step <= 1.0001 / 8 * (largest - smallest)).all()
 
 
-@pytest.mark.parametrize("outputs", [24, 31], ids=["equal-pieces", "a-rest"])
-@pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
-def test_a_matrix_in_pieces_is_that_at_once(monkeypatch, dtype, outputs):
+@pytest.mark.parametrize("outputs", [27, 31], ids=["equal-pieces", "a-rest"])
+def test_a_matrix_in_pieces_is_that_at_once(monkeypatch, outputs):
     part = {"weight": np.random.default_rng(4).standard_normal((outputs, 70)).astype(np.float32)}
-    whole = shrink_part(part, dtype)
+    whole = shrink_part(part, "int4")
     monkeypatch.setattr(small_weights, "AT_ONCE", 9 * 70)
-    pieces = shrink_part(part | {"bias": np.zeros(outputs)}, dtype)  # another program
+    pieces = shrink_part(part | {"bias": np.zeros(outputs)}, "int4")  # another program
     assert whole.keys() == pieces.keys() - {"bias"}
     for name, x in whole.items():
         np.testing.assert_array_equal(pieces[name], x)

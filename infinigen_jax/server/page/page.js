@@ -85,6 +85,7 @@ async function send(text) {
     if (!body.heat_map) {
       [texts, heat] = [[], null];
       $("share").textContent = "too long for a heat map";
+      $("token").replaceChildren();
       draw();
     }
     const response = await fetch(path, {
@@ -122,6 +123,7 @@ async function send(text) {
 }
 
 function rates(count, first, started, usage, fetched) {
+  count = usage?.completion_tokens ?? count; // a part of a text may have several tokens
   const speed = ((count - 1) / (performance.now() - first)) * 1000;
   const parts = [`${speed.toFixed(1)} tokens/s`, `first token after ${((first - started) / 1000).toFixed(2)} s`];
   const cached = usage?.prompt_tokens_details?.cached_tokens;
