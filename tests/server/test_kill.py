@@ -1,5 +1,6 @@
 """A server that is killed leaves no damaged file: the next one starts and answers as before."""
 
+import hashlib
 import json
 import os
 import pickle
@@ -13,6 +14,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from infinigen_jax.programs.program import DIGEST
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,5 +108,6 @@ def test_killed_servers_leave_no_damaged_file(tmp_path: Path):
             server.kill()
     assert texts[0] == texts[1] != ""
     for path in programs():
-        with open(path, "rb") as file:
-            assert pickle.load(file)
+        content = path.read_bytes()
+        assert hashlib.sha256(content[DIGEST:]).digest() == content[:DIGEST]
+        assert pickle.loads(content[DIGEST:])
