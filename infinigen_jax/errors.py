@@ -242,8 +242,13 @@ def _outcome(command: Callable[[], int | None], options: Mapping[str, str]) -> t
 
 
 def _fault_of_extension(error: Exception) -> str:
-    """Return an error with the last line of a policy from outside that led to it; else raise it."""
+    """Return an error with the last line of a policy from outside that led to it; else raise it.
+
+    A variable of the environment that JAX refuses is no error of the program either.
+    """
     frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, ValueError) and frames[-1].filename.endswith("jax/_src/config.py"):
+        return f"a JAX_ variable of the environment: {error}; correct it or leave it out"
     places = [f"{f.filename}:{f.lineno}, in {f.name}" for f in frames if f.filename in EXTENSIONS]
     if not places:
         raise error

@@ -151,6 +151,12 @@ raise SystemExit(run_command(command, program={program}))
     assert done.stdout == ("text\n" if program else "text\nthe interpreter ends\n")
 
 
+def test_a_variable_that_jax_refuses():
+    command = ("-m", "infinigen_jax.generate", "--prompt", "The")
+    (line,) = error_lines(python(*command, JAX_ENABLE_X64="maybe"))
+    assert "'maybe'" in line and "'JAX_ENABLE_X64'; correct it" in line
+
+
 def test_messages_that_cannot_be_written_end_no_command(monkeypatch):
     class Full(io.StringIO):
         def flush(self) -> None:
