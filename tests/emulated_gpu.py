@@ -6,14 +6,20 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from cuda_emulation import emulated_kernels
+from cuda_emulation import compiler, emulated_kernels
 
 from infinigen_jax.cuda import calls, scoring
+
+MARKS = [
+    pytest.mark.skipif(compiler() is None, reason="needs g++"),
+    pytest.mark.skipif(jax.default_backend() != "cpu", reason="stands in for a GPU on the CPU"),
+]
+"""Of the tests that use it."""
 
 UNDEFINED = 0xFF  # bytes of results that a kernel has not written: NaN, -1
 
 most_threads = 64
-"""Of a block; a kernel may ask for fewer."""
+"""Threads of a block; a kernel may have fewer."""
 order = 1
 """Seed of the order in which threads run."""
 

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cuda_emulation import compiler
 from emulated_gpu import case_name
 
 from infinigen_jax import check_kernels as check
@@ -24,10 +23,7 @@ from infinigen_jax.cuda import scoring
 from infinigen_jax.cuda.launch import KERNELS
 from infinigen_jax.transfer.cuda import CudaTransfer
 
-pytestmark = [
-    pytest.mark.skipif(compiler() is None, reason="needs g++"),
-    pytest.mark.skipif(jax.default_backend() != "cpu", reason="stands in for a GPU on the CPU"),
-]
+pytestmark = emulated_gpu.MARKS
 
 
 @pytest.fixture(autouse=True)

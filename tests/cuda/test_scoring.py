@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cuda_emulation import compiler
 
 from infinigen_jax import cuda
 from infinigen_jax.cache.layers import Slots
@@ -15,10 +14,7 @@ from infinigen_jax.cuda import calls, scoring
 from infinigen_jax.selection.select import Request
 from infinigen_jax.speculation.index import IndexFormat
 
-pytestmark = [
-    pytest.mark.skipif(compiler() is None, reason="needs g++"),
-    pytest.mark.skipif(jax.default_backend() != "cpu", reason="stands in for a GPU on the CPU"),
-]
+pytestmark = emulated_gpu.MARKS
 
 
 def test_through_xla(monkeypatch: pytest.MonkeyPatch):

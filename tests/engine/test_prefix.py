@@ -126,7 +126,7 @@ def test_the_plan_is_of_what_comes_one_after_the_other():
     """The prefix alone, a copy for each sequence, their ends, steps, and one more sequence."""
     made = engine("gqa")
     run = made.start(WHOLE, max_new_tokens=NEW, batch=2, prefix=len(PREFIX))
-    alone, copied, ends, step, beside = run.phases
+    alone, copied, ends, step, waiting = run.phases
     assert run.cache.host is not None
     batch, one = run.cache.host.nbytes, alone.host_cache
     assert one == batch * 2 // 3  # of two units; of them one is shared
@@ -137,7 +137,7 @@ def test_the_plan_is_of_what_comes_one_after_the_other():
     assert alone.workspace == prefill_bytes(*sizes, 1, 192, run.capacity)
     assert ends.workspace == prefill_bytes(*sizes, 2, 128, run.capacity)
     assert step.workspace == decode_bytes(*sizes, 2, run.capacity)
-    assert beside.workspace == prefill_bytes(*sizes, 1, 128, run.capacity)
+    assert waiting.workspace == prefill_bytes(*sizes, 1, 128, run.capacity)
     together = made.start(WHOLE, max_new_tokens=NEW, prefix=len(PREFIX))
     assert [plan.dense_cache // alone.dense_cache for plan in together.phases] == [1, 6, 5, 5]
     assert [plan.dense_cache for plan in made.start(WHOLE, max_new_tokens=NEW).phases] == [

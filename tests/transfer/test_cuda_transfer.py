@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cuda_emulation import compiler
 from emulated_gpu import launched
 from runtime import ALL, engine, random_model, scores_of, tokens_of
 
@@ -20,10 +19,7 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.selection.select import Request
 from infinigen_jax.transfer import CudaTransfer, XlaTransfer, make_transfer
 
-pytestmark = [
-    pytest.mark.skipif(compiler() is None, reason="needs g++"),
-    pytest.mark.skipif(jax.default_backend() != "cpu", reason="stands in for a GPU on the CPU"),
-]
+pytestmark = emulated_gpu.MARKS
 
 
 @pytest.fixture(autouse=True)
