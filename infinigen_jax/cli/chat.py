@@ -186,7 +186,7 @@ class Talk:
         from infinigen_jax.engine.conversation import held_interrupts
 
         started, given = time.perf_counter(), self._arguments
-        with held_interrupts(always=True) as interrupted:
+        with held_interrupts() as interrupted:
             pieces = self._dialogue.answer(
                 text, given.max_new_tokens, ignore_eos=given.ignore_eos, stop=given.stop or ()
             )

@@ -253,14 +253,14 @@ class Conversation:
 
 
 @contextlib.contextmanager
-def held_interrupts(*, always: bool = False) -> Iterator[threading.Event]:
+def held_interrupts() -> Iterator[threading.Event]:
     """Turn a first Ctrl-C into an event: an exception within a step would lose the cache.
 
-    Unless `always`, handlers of the caller stay, and other threads get no signals.
+    Handlers of the caller stay, and other threads get no signals.
     """
     event, default = threading.Event(), signal.default_int_handler
     main = threading.current_thread() is threading.main_thread()
-    if not always and not (main and signal.getsignal(signal.SIGINT) is default):
+    if not main or signal.getsignal(signal.SIGINT) is not default:
         yield event
         return
 
@@ -269,11 +269,11 @@ def held_interrupts(*, always: bool = False) -> Iterator[threading.Event]:
             raise KeyboardInterrupt
         event.set()
 
-    before = signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGINT, interrupt)
     try:
         yield event
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, default)
 
 
 def check_runtime(runtime: Runtime) -> None:
