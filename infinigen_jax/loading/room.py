@@ -14,6 +14,7 @@ from infinigen_jax.machine.memory_limits import (
 )
 from infinigen_jax.messages import format_bytes
 from infinigen_jax.models import Blueprint, blueprint
+from infinigen_jax.models.small_weights import small_dtype
 
 READERS = 4  # layers read, and dequantised, at a time
 
@@ -38,9 +39,8 @@ def check_room(folder: Path, architecture: Blueprint, weights: str) -> int | Non
         check("pinned memory", on_host, pool, widen_pool_to(on_host))
         layers_on_device = min(2, layers_on_device)  # layers on the device at a time
     needed = tree_bytes(architecture.embedding_shapes) + layer * layers_on_device
-    whole = blueprint(architecture.config, architecture.dtype)
-    if architecture != whole:  # a layer is read before it is made small
-        needed += tree_bytes(whole.layer_shapes)
+    if small_dtype(architecture.layer_shapes) is not None:  # a layer is read before it is small
+        needed += tree_bytes(blueprint(architecture.config, architecture.dtype).layer_shapes)
     available = available_device_bytes(device)
     check("memory", needed, available, f"{smaller}, or `weights` host")
     return None if available is None else available - needed

@@ -162,7 +162,7 @@ def _failure(error: Exception) -> Response:
 def _add_status(app: FastAPI, scheduler: Scheduler, service: Service) -> None:
     created = int(time.time())
 
-    @app.head("/health", include_in_schema=False)  # which monitors ask
+    @app.head("/health", include_in_schema=False)  # monitors send it
     @app.get("/health")
     async def health() -> Response:
         """200 once the server is warm, else 503."""
