@@ -118,17 +118,18 @@ def _four_bits(groups: Float[Array, "n 32"]) -> tuple[Any, Any, Any]:
     """
     low, high = jnp.min(groups, axis=-1), jnp.max(groups, axis=-1)
 
-    def better(levels: Any, best: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        step = (high - low) / levels
-        codes = jnp.round((groups - low[..., None]) / _divisor(step)[..., None])
-        error = jnp.sum((groups - low[..., None] - codes * step[..., None]) ** 2, axis=-1)
-        closer = error < best[2]
-        codes = jnp.where(closer[..., None], codes.astype(jnp.uint8), best[0])
-        return codes, jnp.where(closer, step, best[1]), jnp.where(closer, error, best[2])
+    def codes_of(step: Array) -> Array:
+        return jnp.round((groups - low[..., None]) / _divisor(step)[..., None])
 
-    none = jnp.zeros(groups.shape, jnp.uint8), jnp.zeros_like(low), jnp.full_like(low, jnp.inf)
-    codes, step, _ = lax.fori_loop(LEVELS[0], LEVELS[1] + 1, better, none)
-    return codes, low, step
+    def better(levels: Any, best: tuple[Array, Array]) -> tuple[Array, Array]:
+        step = (high - low) / levels
+        differences = groups - low[..., None] - codes_of(step) * step[..., None]
+        error = jnp.sum(differences**2, axis=-1)
+        return jnp.where(error < best[1], step, best[0]), jnp.minimum(error, best[1])
+
+    none = jnp.zeros_like(low), jnp.full_like(low, jnp.inf)
+    step, _ = lax.fori_loop(LEVELS[0], LEVELS[1] + 1, better, none)
+    return codes_of(step).astype(jnp.uint8), low, step
 
 
 def rows_of(part: Params, size: int) -> Float[Array, "*f e"]:

@@ -27,6 +27,7 @@ from infinigen_jax.models.base import ModelConfig, Params
 from infinigen_jax.models.linear import in_full, project
 from infinigen_jax.models.llama import Layer
 from infinigen_jax.models.packed import split
+from infinigen_jax.models.small_weights import shrink_part, small_dtype
 from infinigen_jax.ops.attention import soft_capped
 
 if TYPE_CHECKING:
@@ -81,11 +82,12 @@ def speculation_weights(
 ) -> Params:
     """Return the arrays for speculating a layer, in addition to the model's weights.
 
-    Without rotary positions the basis folds into a query projection of r columns: {"weight"
-    [h*r, e], "bias" [h*r]}, and {"key" [k, d, r]} unless the cached keys already are in the basis.
-    With rotary positions the basis follows the rotation: {"query" [k, d, r], "key" [k, d, r]};
-    empty if the keys' own leading columns are used. A corrected query's projection replaces the
-    layer's: {"ahead": {"weight" [h*d, e], "bias" [h*d]}}.
+    Without rotary positions the basis folds into a query projection of r columns: {"partial":
+    {"weight" [h*r, e], "bias" [h*r]}}, and {"key" [k, d, r]} unless the cached keys already are in
+    the basis. With rotary positions the basis follows the rotation: {"query" [k, d, r], "key"
+    [k, d, r]}; empty if the keys' own leading columns are used. A corrected query's projection
+    replaces the layer's: {"ahead": {"weight" [h*d, e], "bias" [h*d]}}. Projections are small
+    weights if the layer's is.
 
     Args:
         layer: number of the layer in the model.
@@ -126,13 +128,18 @@ def speculation_weights(
             weights["own"] = _inverse(pair.key.astype(jnp.float32))[:, :columns]
     if query == "own":
         return weights
+    own = split(model.params["layers"][layer], config.query_width)["q"]
+
+    def in_form(projection: Params) -> Params:
+        small = small_dtype({"q": own})
+        return projection if small is None else shrink_part(projection, small)
+
     if config.rope is None:
-        if projection is None:
-            parts = split(model.params["layers"][layer], config.query_width)
-            projection = in_full(parts["q"], config.hidden_size, model.dtype)
-        return weights | _partial_projection(config, projection, pair, columns)
+        projection = projection or in_full(own, config.hidden_size, model.dtype)
+        partial = _partial_projection(config, projection, pair, columns)
+        return weights | {"partial": in_form(partial)}
     if projection is not None:
-        weights["ahead"] = projection
+        weights["ahead"] = in_form(projection)
     return weights | ({} if pair is None else {"query": pair.query[..., :columns]})
 
 
@@ -179,8 +186,8 @@ def speculate_query(
         weights: its `speculation_weights`.
         a: approximation of its attention input.
     """
-    if "weight" in weights:
-        q = project(a, weights)
+    if "partial" in weights:
+        q = project(a, weights["partial"])
         return q.reshape(a.shape[0], config.num_kv_heads, config.group_size, columns)
     if "ahead" in weights:
         q = layer.finish_query(project(a, weights["ahead"]), positions)

@@ -35,6 +35,7 @@ from infinigen_jax.models.small_weights import (
     shrink_part,
 )
 from infinigen_jax.settings.engine import WEIGHT_DTYPES
+from infinigen_jax.speculation.query import speculation_weights
 
 SIZES = [24, 100, 1600]  # whole groups or not; a sum longer than is written out
 
@@ -218,6 +219,19 @@ def test_loading(dtype, weights):
         width = model.config.query_width
         expected["layers"] = [split(layer, width) for layer in expected["layers"]]
     jax.tree.map(np.testing.assert_array_equal, model.params, expected)
+
+
+@pytest.mark.usefixtures("shallow")
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
+def test_a_projection_of_speculation_has_the_form_of_the_layers_own(dtype):
+    model = load(embedded(), "float32", weight_dtype=dtype)
+    assert model.ahead is not None
+    made = speculation_weights(model, 1, 8, query="corrected")["ahead"]
+    expected = shrink_part(jax.tree.map(np.array, model.ahead[1].projection), dtype)
+    jax.tree.map(np.testing.assert_array_equal, made, expected)
+    absorbed = speculation_weights(small_model("opt", dtype), 1, 4)["partial"]
+    own = split(small_model("opt", dtype).params["layers"][1], 32)["q"]
+    assert absorbed["codes"].dtype == own["codes"].dtype
 
 
 @pytest.mark.usefixtures("shallow")
