@@ -84,15 +84,25 @@ def _leaves(cache: Cache) -> list[tuple[Any, bool]]:
     return [(leaf, id(leaf) in by_token) for leaf in jax.tree.leaves(kept(cache))]
 
 
-def filled(cache: Cache, host: Any, stored: Iterable[np.ndarray]) -> Cache:
-    """Return an empty cache with `host` and the stored arrays of `kept`, padded to its shapes."""
-    leaves, tree = jax.tree.flatten(kept(cache))
-    for i, (leaf, array) in enumerate(zip(leaves, stored, strict=True)):
-        padding = [(0, n - m) for n, m in zip(leaf.shape, array.shape, strict=True)]
-        array = np.pad(array, padding).view(leaf.dtype)
-        leaves[i] = jax.device_put(array, leaf.sharding, may_alias=False)  # it will be donated
-    states, local, lengths, scales = jax.tree.unflatten(tree, leaves)
+def with_kept(cache: Cache, host: Any, leaves: Iterable[Any]) -> Cache:
+    """Return a cache with `host`, and with `leaves` as the arrays of `kept`."""
+    parts = jax.tree.unflatten(jax.tree.structure(kept(cache)), leaves)
+    states, local, lengths, scales = parts
     return cache._replace(host=host, states=states, local=local, lengths=lengths, scales=scales)
+
+
+def filled(cache: Cache, host: Any, stored: Iterable[np.ndarray | None]) -> Cache:
+    """Return an empty cache with `host` and the stored arrays of `kept`, padded to its shapes.
+
+    Arrays that are None stay empty.
+    """
+    leaves = jax.tree.leaves(kept(cache))
+    for i, (leaf, array) in enumerate(zip(leaves, stored, strict=True)):
+        if array is not None:
+            padding = [(0, n - m) for n, m in zip(leaf.shape, array.shape, strict=True)]
+            array = np.pad(array, padding).view(leaf.dtype)
+            leaves[i] = jax.device_put(array, leaf.sharding, may_alias=False)  # it will be donated
+    return with_kept(cache, host, leaves)
 
 
 def fill_rows(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -86,12 +87,14 @@ class Job:
 class Intake:
     """Prompt that is read, or complete and waiting for sequences.
 
-    `node` holds the tokens read so far in the prefix cache. `joined` answers have a sequence.
+    `node` holds the tokens read so far in the prefix cache; its chunks in `stored` are still to be
+    copied from there. `joined` answers have a sequence.
     """
 
     job: Job
     reading: Reading | None = None
     node: Node | None = None
+    stored: deque[Node] = dataclasses.field(default_factory=deque)
     joined: int = 0
 
     @property

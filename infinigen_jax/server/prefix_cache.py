@@ -7,8 +7,9 @@ A node of the tree holds the tokens of one chunk. A chunk ends where `Reading` c
 that continues after it is read as if it had been read whole: equal states, equal programs. Answers
 are not stored, because decode steps compute their rows from the rows fetched at the time.
 
-A node keeps two kinds of arrays. Arrays with an element for each token (rows, index) are cut to the
-chunk's tokens. The others (recent rows, sums, scales) are kept as they were at the chunk's end.
+A node keeps two kinds of arrays. Of arrays with an element for each token (rows, index) or block
+(sums of a tail), it has those that the chunk may change. The others (recent rows, scales) are kept
+as they were at the chunk's end. Copying a chunk to a cache takes as long for every capacity.
 """
 
 import functools
@@ -24,7 +25,7 @@ from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.layers import Resident
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.engine.live_batch import Reading, chunk_lengths
-from infinigen_jax.engine.snapshot import fill_rows, filled, kept
+from infinigen_jax.engine.snapshot import fill_rows, filled, kept, with_kept
 from infinigen_jax.prefill import compiled
 from infinigen_jax.prefill.prefill import empty_cache
 
@@ -33,26 +34,25 @@ class Node:
     """Stored chunk.
 
     Attributes:
-        end: number of tokens up to the chunk's end.
-        rows: [l, k, n, w] rows of the host layers.
-        leaves: other arrays of the cache; those by token are cut to the chunk.
+        start, end: numbers of tokens before the chunk, and up to its end.
+        arrays: arrays of the cache, or the part that the chunk may change; last, if there are host
+            layers, their rows [l, k, n, w].
         children: chunks that followed, by their tokens.
         used: time of the last use, as a count.
     """
 
     def __init__(self, parent: "Node | None", tokens: np.ndarray):
         self.parent, self.key, self.count = parent, tokens.tobytes(), len(tokens)
-        self.end: int = self.count + (parent.end if parent is not None else 0)
-        self.rows: np.ndarray | None = None
-        self.leaves: list[np.ndarray] = []
+        self.start: int = 0 if parent is None else parent.end
+        self.end = self.start + self.count
+        self.arrays: list[np.ndarray] = []
         self.children: dict[bytes, Node] = {}
         self.used = 0
 
     @property
     def bytes(self) -> int:
         """Size of the arrays."""
-        arrays = self.leaves if self.rows is None else [self.rows, *self.leaves]
-        return sum(array.nbytes for array in arrays)
+        return sum(array.nbytes for array in self.arrays)
 
     def chain(self) -> list["Node"]:
         """Return the nodes from the first chunk to this one."""
@@ -74,15 +74,24 @@ class PrefixCache:
         make = compiled.empty.of(decoder).trace
         traced = (make(batch=1, capacity=n, slots=n) for n in (capacity, 2 * capacity))
         small, large = (each.out_info for each in traced)
-        # Later tokens change observations and the sums over tokens that leave the window.
-        changing = [small.states] if decoder.policy.observes else []
-        changing += [each.left for each in small.local if isinstance(each, Resident)]
-        changed = {id(shape) for shape in jax.tree.leaves(changing)}
-        pairs = zip(*(jax.tree.leaves(kept(shapes)) for shapes in (small, large)), strict=True)
-        self._axes = [
-            _token_axis(one.shape, two.shape, capacity, changes=id(one) in changed)
-            for one, two in pairs
-        ]
+        sums = [each.left for each in small.local if isinstance(each, Resident)]
+        observed = small.states if decoder.policy.observes else ()
+        by_block, whole = ({id(x) for x in jax.tree.leaves(tree)} for tree in (sums, observed))
+        slots = decoder.slots
+
+        def axis(leaf: Any, larger: Any) -> _Axis:
+            grows = (i for i, n in enumerate(leaf.shape) if n != larger.shape[i])
+            number = next(grows, 0)
+            length, tokens, late = leaf.shape[number], 0, 0
+            if number and id(leaf) in by_block:  # tokens that leave the window are added
+                tokens, late = slots.tail_block, slots.window
+            elif number and id(leaf) not in whole:
+                tokens = int(length == capacity)
+            return _Axis(number, length, capacity, tokens, late)
+
+        shapes = (jax.tree.leaves(kept(cache)) for cache in (small, large))
+        self._axes = [axis(*pair) for pair in zip(*shapes, strict=True)]
+        self._rows = _Axis(2, capacity, capacity, 1)
 
     def find(self, tokens: np.ndarray) -> Node:
         """Return the last node of the longest stored beginning of a prompt, shorter than it."""
@@ -101,16 +110,32 @@ class PrefixCache:
 
     def restore(self, node: Node, cache: Cache) -> Cache:
         """Fill an empty cache of one sequence with the tokens up to a node; it is donated."""
-        chain = node.chain()
-        if not chain:
+        cache = self.begin(node, cache)
+        for each in node.chain():
+            cache = self.fill(each, cache)
+        return cache
+
+    def begin(self, node: Node, cache: Cache) -> Cache:
+        """Fill an empty cache with what does not consist of chunks; `fill` adds these."""
+        if not node.arrays:
             return cache
-        host = cache.host if cache.host is None else self._fill(cache.host, chain)
-        parts = zip(*(node.leaves for node in chain), strict=True)
-        stored = (
-            np.concatenate(part if axis.by_token else part[-1:], axis=axis.number)
-            for part, axis in zip(parts, self._axes, strict=True)
-        )
-        return filled(cache, host, stored)
+        pairs = zip(node.arrays, self._axes, strict=False)
+        return filled(cache, cache.host, (None if axis.tokens else x for x, axis in pairs))
+
+    def fill(self, node: Node, cache: Cache) -> Cache:
+        """Write the chunk of a node to a cache that has those before it; the cache is donated."""
+        size, host, leaves = self._size(node), cache.host, jax.tree.leaves(kept(cache))
+        if host is not None:
+            start, rows = _elements(node, self._rows, -1, size)
+            host = fill_rows(self._decoder, host, 0, start, rows, size)
+        places = [i for i, axis in enumerate(self._axes) if axis.tokens]
+        axes, old = [self._axes[i] for i in places], [leaves[i] for i in places]
+        parts = [_elements(node, self._axes[i], i, size) for i in places]
+        put = _put(tuple(axis.number for axis in axes), tuple(leaf.sharding for leaf in old))
+        new = put(old, [array for _, array in parts], np.array([at for at, _ in parts], np.int32))
+        for i, leaf in zip(places, new, strict=True):
+            leaves[i] = leaf
+        return with_kept(cache, host, leaves)
 
     def store(self, node: Node, reading: Reading) -> Node | None:
         """Store the chunk of a reading that ends at `reading.done`; wait until it is computed.
@@ -126,7 +151,7 @@ class PrefixCache:
         if new.key in node.children:
             new = node.children[new.key]
         else:
-            self._copy(new, node.end, reading.cache)
+            self._copy(new, reading.cache)
             node.children[new.key] = new
             self._nodes.add(new)
             self.bytes += new.bytes
@@ -144,32 +169,21 @@ class PrefixCache:
         self._evict()
         self._limit = limit
 
-    def _copy(self, node: Node, start: int, cache: Cache) -> None:
-        size = next(size for size in chunk_lengths(self._chunk) if size >= node.count)
-        at = min(start, self._capacity - size)
-        sliced = tuple(axis.number if axis.by_token else None for axis in self._axes)
-        arrays = jax.device_get(_cut(sliced, size)(jax.tree.leaves(kept(cache)), np.int32(at)))
-        for array, axis in zip(arrays, self._axes, strict=True):
-            part = slice(start - at, start - at + node.count)
-            if not axis.by_token:
-                part = slice(-(-node.end * array.shape[axis.number] // self._capacity))
-            part = slice(None) if axis.number == 0 else part
-            node.leaves.append(array[(slice(None),) * axis.number + (part,)].copy())
-        if cache.host is not None:
-            node.rows = np.asarray(cache.host)[:, 0, :, start : node.end].copy()
+    def _size(self, node: Node) -> int:
+        """Return the compiled length of a chunk."""
+        return next(size for size in chunk_lengths(self._chunk) if size >= node.count)
 
-    def _fill(self, host: Any, chain: list[Node]) -> Any:
-        """Write the rows of a chain of nodes to the host's array of one sequence."""
-        for node in chain:
-            assert node.rows is not None
-            start, rows = node.end - node.count, node.rows
-            size = next(size for size in chunk_lengths(self._chunk) if size >= node.count)
-            if start + size > self._capacity:  # one more program would only serve this case
-                start = self._capacity - size
-                rows = np.concatenate([n.rows for n in chain if n.rows is not None], axis=2)
-                rows = rows[:, :, start : node.end]
-            host = fill_rows(self._decoder, host, 0, start, rows, size)
-        return host
+    def _copy(self, node: Node, cache: Cache) -> None:
+        """Copy the chunk that a cache ends with to a node."""
+        starts, counts = zip(*(x.span(node, self._size(node)) for x in self._axes), strict=True)
+        cut = _cut(tuple(axis.number for axis in self._axes), counts)
+        arrays = jax.device_get(cut(jax.tree.leaves(kept(cache)), np.array(starts, np.int32)))
+        for axis, array, start in zip(self._axes, arrays, starts, strict=True):
+            first, end = axis.held(node)
+            node.arrays.append(axis.of(array, first - start, end - start).copy())
+        if cache.host is not None:
+            rows = np.asarray(cache.host)[:, 0]
+            node.arrays.append(self._rows.of(rows, node.start, node.end).copy())
 
     def _evict(self) -> None:
         while self.bytes > self._limit:
@@ -184,30 +198,73 @@ class PrefixCache:
 class _Axis(NamedTuple):
     """Axis of an array that grows with the capacity; axis 0, the batch, if there is none.
 
-    With `by_token` it has an element for each token, which later tokens do not change.
+    An element is of `tokens` tokens; 0 if later tokens may change every element. A chunk may change
+    the elements of its tokens and of the `late` tokens before it.
     """
 
     number: int
-    by_token: bool
+    length: int
+    capacity: int
+    tokens: int
+    late: int = 0
+
+    def held(self, node: Node) -> tuple[int, int]:
+        """Return the range of elements that a node holds."""
+        if self.tokens:
+            return max(0, node.start - self.late) // self.tokens, -(-node.end // self.tokens)
+        return 0, -(-node.end * self.length // self.capacity) if self.number else self.length
+
+    def span(self, node: Node, size: int) -> tuple[int, int]:
+        """Return where a chunk of this compiled size begins, and its number of elements.
+
+        At the end of the capacity it begins before the elements that the node holds.
+        """
+        if not self.tokens:
+            return 0, self.length
+        count = (size + self.late + 2 * (self.tokens - 1)) // self.tokens
+        return max(0, min(self.held(node)[0], self.length - count)), min(count, self.length)
+
+    def of(self, array: np.ndarray, begin: int, end: int) -> np.ndarray:
+        """Return a view of a range of elements."""
+        return array[(*(slice(None),) * self.number, slice(begin, end))]
 
 
-def _token_axis(
-    shape: tuple[int, ...], larger: tuple[int, ...], capacity: int, *, changes: bool
-) -> _Axis:
-    """Return the axis of an array that grows, given the shape for a larger capacity."""
-    grown = (i for i, (n, m) in enumerate(zip(shape, larger, strict=True)) if n != m)
-    number = next(grown, 0)
-    return _Axis(number, number > 0 and shape[number] == capacity and not changes)
+def _elements(node: Node, axis: _Axis, number: int, size: int) -> tuple[int, np.ndarray]:
+    """Return the start of a node's chunk, and its elements in array `number`, 0 after its end.
+
+    Earlier nodes have those before the node's own.
+    """
+    start, count = axis.span(node, size)
+    shape, each, missing = list(node.arrays[number].shape), node, start + count
+    shape[axis.number] = count
+    elements = np.zeros(shape, node.arrays[number].dtype)
+    while missing > start and each.parent is not None:
+        first, end = axis.held(each)
+        begin, end = max(first, start), min(end, missing)
+        if begin < end:
+            piece = axis.of(each.arrays[number], begin - first, end - first)
+            axis.of(elements, begin - start, end - start)[...] = piece
+        missing, each = min(missing, begin), each.parent
+    return start, elements
 
 
 @functools.lru_cache(maxsize=64)
-def _cut(axes: tuple[int | None, ...], size: int) -> Any:
-    """Return a compiled function that cuts `size` tokens out of the arrays by token."""
+def _cut(axes: tuple[int, ...], counts: tuple[int, ...]) -> Any:
+    """Return a compiled function that cuts elements out of arrays."""
 
-    def cut(leaves: list[Any], start: Any) -> list[Any]:
-        return [
-            leaf if axis is None else lax.dynamic_slice_in_dim(leaf, start, size, axis)
-            for leaf, axis in zip(leaves, axes, strict=True)
-        ]
+    def cut(leaves: list[Any], starts: Any) -> list[Any]:
+        places = zip(leaves, starts, counts, axes, strict=True)
+        return [lax.dynamic_slice_in_dim(*place) for place in places]
 
     return jax.jit(cut)
+
+
+@functools.lru_cache(maxsize=64)
+def _put(axes: tuple[int, ...], shardings: tuple[Any, ...]) -> Any:
+    """Return a compiled function that writes parts to arrays, which are donated."""
+
+    def put(leaves: list[Any], parts: list[Any], starts: Any) -> list[Any]:
+        places = zip(leaves, parts, starts, axes, strict=True)
+        return [lax.dynamic_update_slice_in_dim(*place) for place in places]
+
+    return jax.jit(put, donate_argnums=0, out_shardings=list(shardings))

@@ -24,7 +24,7 @@ from infinigen_jax.server.batch import NewToken, served_batch
 from infinigen_jax.server.job import BusyError, Intake, Job, RefusedError, UnavailableError
 from infinigen_jax.server.limits import READERS, Limits
 from infinigen_jax.server.metrics import Metrics
-from infinigen_jax.server.prefix_cache import Node, PrefixCache
+from infinigen_jax.server.prefix_cache import PrefixCache
 
 logger = logging.getLogger(__name__)
 
@@ -175,11 +175,15 @@ class Scheduler:
         intake = next((intake for intake in self._intakes if not intake.complete), None)
         if intake is None:
             return
+        self._intakes.remove(intake)
+        self._intakes.append(intake)
         if intake.reading is None:
-            intake.reading, intake.node = self._begin(intake.job)
-            intake.job.read_tokens = intake.reading.done
-            if intake.job.cached_tokens:
-                return  # copying their rows takes as long as a chunk
+            intake.reading = self._begin(intake)
+        if intake.stored:
+            assert self._prefixes is not None
+            node, reading = intake.stored.popleft(), intake.reading
+            reading.cache = self._prefixes.fill(node, reading.cache)
+            return
         intake.reading.advance()
         intake.job.read_tokens = intake.reading.done
         if self.engine.runtime.settings.lossless:
@@ -187,18 +191,17 @@ class Scheduler:
         if intake.node is not None:
             assert self._prefixes is not None
             intake.node = self._prefixes.store(intake.node, intake.reading)
-        self._intakes.remove(intake)
-        self._intakes.append(intake)
 
-    def _begin(self, job: Job) -> tuple[Reading, Node | None]:
+    def _begin(self, intake: Intake) -> Reading:
         """Begin to read a prompt after the tokens that the prefix cache has."""
-        tokens, node = np.asarray(job.tokens, np.int32), None
-        cache = self._batch.empty_cache()
+        job, cache = intake.job, self._batch.empty_cache()
+        tokens = np.asarray(job.tokens, np.int32)
         if self._prefixes is not None and may_share(self.engine.model.config, len(tokens)):
-            node = self._prefixes.find(tokens)
-            cache, job.cached_tokens = self._prefixes.restore(node, cache), node.end
-        runtime, done = self.engine.runtime, job.cached_tokens
-        return Reading(runtime, tokens, cache, self.limits.chunk, done), node
+            node = intake.node = self._prefixes.find(tokens)
+            intake.stored.extend(node.chain())
+            cache = self._prefixes.begin(node, cache)
+            job.cached_tokens = job.read_tokens = node.end
+        return Reading(self.engine.runtime, tokens, cache, self.limits.chunk, job.cached_tokens)
 
     def _drop_cancelled(self) -> None:
         with self._wake:

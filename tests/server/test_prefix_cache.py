@@ -9,6 +9,7 @@ from runtime import SPARSE, TAILED, engine
 
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.live_batch import Reading
+from infinigen_jax.engine.snapshot import kept
 from infinigen_jax.policies.h2o import H2O
 from infinigen_jax.prefill.prefill import empty_cache
 from infinigen_jax.server.prefix_cache import Node, PrefixCache
@@ -62,9 +63,10 @@ def test_restored_states_are_equal_bits(policy, settings):
     assert read(made, prefixes, longer)[1] == (150 if exact else 128)
 
 
-def test_chunks_at_the_end_of_the_capacity_are_restored():
+@pytest.mark.parametrize("policy", [SPARSE, TAILED], ids=["rows", "sums-of-blocks"])
+def test_chunks_at_the_end_of_the_capacity_are_restored(policy):
     """Chunks are written whole, and the last one would exceed the capacity."""
-    made = engine("one", SPARSE, 0, prefill_chunk=CHUNK)
+    made = engine("one", policy, 0, prefill_chunk=CHUNK)
     prefixes = PrefixCache(made.decoder, CAPACITY, CHUNK, 1 << 24)
     tokens = np.random.default_rng(1).integers(3, 96, CAPACITY - 2).astype(np.int32)
     for end in (212, 250):
@@ -74,6 +76,16 @@ def test_chunks_at_the_end_of_the_capacity_are_restored():
     assert node.end == 250
     one, two = (np.asarray(c.host)[..., :250, :] for c in (reading.cache, restored))
     np.testing.assert_array_equal(one, two)
+    jax.tree.map(np.testing.assert_array_equal, kept(reading.cache), kept(restored))
+
+
+def test_a_chunk_takes_as_much_memory_wherever_it_is():
+    made = engine("one", TAILED, 0, prefill_chunk=CHUNK)
+    prefixes = PrefixCache(made.decoder, CAPACITY, CHUNK, 1 << 24)
+    tokens = np.tile(PROMPT, 2)[: 4 * CHUNK]
+    read(made, prefixes, tokens)
+    sizes = [node.bytes for node in prefixes.find(np.append(tokens, tokens[:1])).chain()]
+    assert len(sizes) == 4 and sizes[1] == sizes[2] == sizes[3] >= sizes[0]
 
 
 def test_the_least_recently_used_chunks_are_evicted():
