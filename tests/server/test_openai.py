@@ -83,7 +83,7 @@ def test_an_answer_that_is_alone_between_others(served: Served, monkeypatch):
     extra = {"max_tokens": 150, "extra_body": {"ignore_eos": True}, "stream": True, "logprobs": 1}
     before = served.scheduler.late_compilations
     monkeypatch.setattr(LiveBatch, "step", slow_step)
-    for copied in (1024, 4):  # it returns at once, or later
+    for copied in (1024, 4):  # it returns immediately, or later
         monkeypatch.setattr("infinigen_jax.server.batch.COPIED", copied)
         sizes.clear()
         parts = []
