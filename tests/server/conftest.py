@@ -70,8 +70,10 @@ def served(small_folder: Path, running: dict[str, Any]) -> Served:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("infinigen_jax.loading.load.EMBEDDED_FOLDER", small_folder)
             running["served"] = stack.enter_context(serving())
-        # Before other tests compile or store a program that the warm-up may lack.
-        running["late"] = late_compilations(running["served"])
+        # Before other tests compile a program that the warm-up may lack; none is read from disk.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("infinigen_jax.programs.program.program_folder", lambda: None)
+            running["late"] = late_compilations(running["served"])
     return running["served"]
 
 
