@@ -24,7 +24,6 @@ OUTSIDE, WATCH = "my_policy.py", "watch.py"
 POLICY, TEST = "infinigen_jax/policies/key_norm.py", "tests/test_key_norm.py"
 BLOCKS = dict(BLOCK.findall(PAGE.read_text()))
 TESTS = re.findall(r"^def (test_\w+)", BLOCKS[TEST], re.MULTILINE)
-OFTEN = ("test_the_shortest_keys_are_taken", "test_on_the_command_line")
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +80,7 @@ def test_a_file_outside_the_package(tmp_path, monkeypatch, command):
     assert status == 0 and "my-policy" in err and "fetched 0.0 %" not in err
 
 
-@pytest.mark.parametrize("name", slow_except(TESTS, *OFTEN))
+@pytest.mark.parametrize("name", slow_except(TESTS, "test_the_shortest_keys_are_taken"))
 def test_one_file_adds_a_policy(example, command, name):
     test = getattr(example, name)
     test(**({"command": command} if "command" in inspect.signature(test).parameters else {}))

@@ -272,7 +272,7 @@ def test_more_memory_than_there_is(refused, monkeypatch):
 
 
 def test_the_command_alone():
-    done = python(*GENERATE, *SHORT[:2], "--max-new-tokens", "1", "--quiet")
+    done = python(*GENERATE, "--model", "tiny-opt", *SHORT[:2], "--max-new-tokens", "1", "--quiet")
     assert done.returncode == 0 and done.stderr == "" and len(done.stdout) > 1
 
 

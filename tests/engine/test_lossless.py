@@ -24,8 +24,10 @@ from runtime import (
 )
 from tiny import logits_of
 
+from infinigen_jax.engine.draft_length import MOST
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.lossless import LosslessRun, LosslessStats
+from infinigen_jax.engine.verdict import begin, draft, judge
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import load
 from infinigen_jax.models.small_weights import small_dtype
@@ -39,7 +41,6 @@ HOT = Sampling(temperature=1.0, top_k=30, seed=4)
 PENALISED = Sampling(temperature=0.7, frequency_penalty=1.5, repetition_penalty=1.3, seed=9)
 # Model, policy and settings of both engines; then of the lossless one alone.
 CASES: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
-    # A window of three tokens limits drafts, and with them the sizes of verifications.
     "infinigen": ("one", dataclasses.replace(SPARSE, window=3), {}, {"draft_weights": "none"}),
     "poor": ("gqa", POOR, {}, {"draft_tokens": 4}),
     "tail": ("gqa", TAILED, {}, {"draft_tokens": 2, "draft_weights": "none"}),
@@ -61,7 +62,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any], dict[str, Any]]] = {
     "softcap": ("gemma2", POOR, {}, {"draft_tokens": 4}),
     "check": ("one", POOR, {}, {"check": True, "draft_tokens": 4}),
 }
-# int8 is below, with prompts that wait; undo of hot sets, states and windows in test_undo.py.
+# int8 is below, where a prompt waits; undo of hot sets, states and windows is in test_undo.py.
 
 
 @functools.cache
@@ -77,7 +78,7 @@ def stats_of(made: Engine, *arguments: Any, **settings: Any) -> tuple[Any, Lossl
     return generation, generation.stats
 
 
-@pytest.mark.parametrize("name", slow_except(CASES, "infinigen", "poor", "weights"))
+@pytest.mark.parametrize("name", slow_except(CASES, "weights"))
 def test_the_tokens_are_those_of_the_full_cache(name):
     """Nothing is compiled late."""
     full, lossless = pair(name)
@@ -87,19 +88,17 @@ def test_the_tokens_are_those_of_the_full_cache(name):
     assert 1 <= stats.tokens_per_verification <= 1 + stats.draft_tokens
 
 
-def test_prompts_may_wait_for_others():
+def test_draws_are_those_of_the_full_cache_with_the_same_seed(monkeypatch):
+    """A prompt waits for the others; its settings compile nothing late."""
+    monkeypatch.setattr("infinigen_jax.programs.program.program_folder", lambda: None)
+    for programs in (begin.of, draft.of, judge.of):
+        programs.cache_clear()
     full, lossless = pair("int8")
-    generation, stats = stats_of(lossless, RAGGED, None, LONGER, batch=2)
-    assert generation.tokens == tokens_of(full, RAGGED, LONGER, ignore_eos=True)
-    assert stats.compilations_after_warmup == 0
-
-
-def test_draws_are_those_of_the_full_cache_with_the_same_seed():
-    full, lossless = pair("poor")
     given = RAGGED, [Sampling(), HOT, PENALISED], LONGER
-    generation, stats = stats_of(lossless, *given)
-    assert generation.tokens == full.generate(*given, ignore_eos=True).tokens
+    generation, stats = stats_of(lossless, *given, batch=2)
+    assert generation.tokens == full.generate(*given, ignore_eos=True, batch=2).tokens
     assert 0 < stats.acceptance_rate < 1  # or nothing was tested
+    assert stats.compilations_after_warmup == 0
 
 
 @functools.cache
@@ -116,17 +115,15 @@ def test_a_perfect_draft_is_accepted_whole():
 
 def test_an_ending_token_ends_the_answer_within_a_round():
     """The tokens after it were drafted and agree; they are neither returned nor cached."""
-    engines = pair("infinigen")
-    answer = tokens_of(engines[0], RAGGED, LONGER, ignore_eos=True)[0]
-    end = next(i for i, token in enumerate(answer[4:], 4) if answer.index(token) == i)
-    expected, tokens = (tokens_of(with_ends(x, answer[end]), RAGGED, LONGER) for x in engines)
-    assert tokens == expected
-    assert tokens[0] == answer[: end + 1]
+    (answer,) = tokens_of(perfect(), RAGGED[:1], LONGER, ignore_eos=True)
+    # Rounds of four tokens follow the first token.
+    end = next(i for i, x in enumerate(answer) if answer.index(x) == i > 4 and i % 4)
+    assert tokens_of(with_ends(perfect(), answer[end]), RAGGED[:1], LONGER) == [answer[: end + 1]]
 
 
 def test_a_shared_prefix_changes_nothing():
     given: dict[str, Any] = {"prefix": RAGGED[0], "ignore_eos": True}
-    expected, found = (made.generate(RAGGED, None, NEW, **given) for made in pair("poor"))
+    expected, found = (made.generate(RAGGED, None, NEW, **given) for made in pair("weights"))
     assert found.tokens == expected.tokens
     assert found.stats.prompt_tokens_read == expected.stats.prompt_tokens_read
 
@@ -181,7 +178,7 @@ def test_a_stop_string_within_a_round_ends_a_turn():
 def test_the_cache_is_the_full_cache():
     """Host rows are those that the full cache would hold, for every token but the last."""
     caches = []
-    for made in pair("poor"):
+    for made in pair("weights"):
         run = finished(made, RAGGED, NEW)
         run.settle()
         assert run.cache.host is not None
@@ -249,6 +246,13 @@ def test_drafts_on_a_cpu_have_a_small_copy_of_the_weights_unless_told(settings, 
     assert small_dtype(runtime.weights.params["layers"][0]) is None
 
 
+def test_the_window_limits_drafts():
+    """Small rows must not leave it."""
+    for window, rows, most in ((3, "auto", 3), (4, "int8", 3), (40, "auto", MOST)):
+        policy = dataclasses.replace(SPARSE, window=window)
+        assert engine("one", policy, lossless=True, rows=rows).runtime.most_drafted == most
+
+
 def test_small_weights_are_not_made_smaller():
     model = load("tiny-llama", weight_dtype="int8")
     with pytest.raises(InputError, match="draft_weights: the model's weights are small"):
@@ -256,7 +260,7 @@ def test_small_weights_are_not_made_smaller():
 
 
 def test_given_tokens_are_refused():
-    made = pair("poor")[1]
+    made = pair("weights")[1]
     run = made.start(RAGGED, max_new_tokens=2)
     assert isinstance(run, LosslessRun)
     for use in (run.advance, lambda: run.predict(np.zeros(3, np.int32))):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
-from runtime import ALL, NEW, RAGGED, SPARSE, counts_of, finished, random_model, slow_except
+from runtime import ALL, NEW, SPARSE, counts_of, finished, numbers, random_model, slow_except
 
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
@@ -23,6 +23,7 @@ from infinigen_jax.settings.pool import Pool
 from infinigen_jax.transfer.host_weights import STAYS
 from infinigen_jax.transfer.xla import XlaTransfer
 
+PROMPTS = [numbers(37), [7], numbers(21)]  # one shorter than window and sinks together
 RESIDENT = dataclasses.replace(SPARSE, speculate_from="resident")
 TAIL = dataclasses.replace(SPARSE, query="own", tail=True, index_dtype="int4", partial_ratio=1.0)
 
@@ -39,7 +40,6 @@ class Family(NamedTuple):
 
 FAMILIES = {
     "full": Family(Full(), dense_layers=2),  # everything on the device
-    "full-three": Family(Full(), dense_layers=3, model="three"),
     "sparse": Family(SPARSE, dense_layers=0),
     "resident": Family(RESIDENT, dtype="bfloat16", dense_layers=0),
     "small-rows": Family(TAIL, dense_layers=0, model="one", settings={"rows": "int8"}),
@@ -98,10 +98,9 @@ CASES = {
         *("full", "layerwise", CHUNKS), policy=Full(window=5, sinks=2), dense_layers=0, batch=2
     ),
     "streamed-moved": Case("full", "fused", policy=Full(), dense_layers=1, crosses=True),
-    "paper": Case(  # streams the first two layers
-        "full-three",
-        "layerwise",
-        policy=InfiniGenPaper(alpha=float("inf"), budget=1.0, count="head"),
+    "paper": Case(  # streams the first layer
+        *("full", "layerwise"),
+        policy=InfiniGenPaper(alpha=float("inf"), budget=1.0, count="head", streamed_layers=1),
         dense_layers=0,
     ),
     "oracle": Case("full", "layerwise", HOT, policy=Oracle(budget=1.0, window=4), dense_layers=0),
@@ -135,14 +134,14 @@ def places(engine: Engine) -> dict[tuple[str, bool], set[str | None]]:
 def reference(name: str) -> tuple[list[list[int]], np.ndarray]:
     """Return tokens of each prompt, decoded alone, and rows selected in each step for each."""
     engine = engine_of(FAMILIES[name])
-    runs = [finished(engine, [prompt]) for prompt in RAGGED]
+    runs = [finished(engine, [prompt]) for prompt in PROMPTS]
     counts = np.concatenate([counts_of(run) for run in runs], axis=1)
     return [run.new_tokens[0] for run in runs], counts
 
 
 def decoded(engine: Engine, batch: int | None) -> Run:
     """Return a finished run; no part of the cache leaves its memory, and its host array stays."""
-    run = engine.start(RAGGED, max_new_tokens=NEW, batch=batch)
+    run = engine.start(PROMPTS, max_new_tokens=NEW, batch=batch)
     assert run.cache.host is not None
     address = run.cache.host.unsafe_buffer_pointer()
     for _ in run.tokens(ignore_eos=True):
@@ -188,7 +187,6 @@ def test_only_the_family_decides_about_tokens(name, monkeypatch):
         assert 0 < stats.hot_set_hit_rate < 1
         assert 0 < stats.fetched_fraction < stats.selected_fraction
     # Other prompts of the same padded lengths find every program compiled.
-    before, (longest, *others) = compilations(), RAGGED
-    prompts = [longest[::-1], *(prompt[:-1] for prompt in others)]
-    engine.generate(prompts, None, NEW, batch=case.batch)
+    before, (longest, _, other) = compilations(), PROMPTS
+    engine.generate([longest[::-1], [8, 9], other[:-1]], None, NEW, batch=case.batch)
     assert compilations() == before

@@ -112,11 +112,12 @@ def test_slots_hold_the_rows_of_the_directory():
 
 
 def test_the_limit_is_what_is_allocated():
-    """Host array, index, hot set and directories have the slots of the pool, not of the context."""
-    pool = Pool(tokens=18)
-    for policy, settings in ((TAIL, {"hot_set": 1.0}), (Full(), {})):
-        free = engine("one", policy, **settings).start(RAGGED, max_new_tokens=NEW)
-        run = engine("one", policy, pool=pool, **settings).start(RAGGED, max_new_tokens=NEW)
+    """Host array, index and directories have the slots of the pool, not of the context."""
+    for policy in (TAIL, Full()):
+        free, run = (
+            engine("one", policy, rows="int4", pool=pool).start(PROMPTS, max_new_tokens=40)
+            for pool in (None, SMALL)
+        )
         assert run.cache.host is not None and free.cache.host is not None
         assert run.cache.host.shape[3] == 18 and free.cache.host.shape[3] == 128
         assert run.cache.host.sharding.memory_kind == "pinned_host"

@@ -12,7 +12,7 @@ from runtime import ALL, NEW, SPARSE, engine, numbers, random_model, slow_except
 
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
-from infinigen_jax.engine.shared_prefix import UNIT, choose_sharing
+from infinigen_jax.engine.shared_prefix import UNIT, choose_sharing, common_prefix
 from infinigen_jax.engine.workspace import decode_bytes, prefill_bytes
 from infinigen_jax.errors import InputError
 from infinigen_jax.policies import H2O, Full, Policy
@@ -112,13 +112,12 @@ def test_rows_are_stored_once():
 
 def test_the_prefix_that_is_given_is_what_is_shared():
     """The common beginning of the prompts is not detected."""
-    made = engine("one")
-    prompts = [[*PREFIX, 7, 8, 9], [*PREFIX, 7, 8, 5]]
-    for asked, read in ((prompts, 141 + 2 * 3), ([PREFIX] * 2, 140 + 2)):
-        run = made.start(asked, max_new_tokens=5, prefix=len(PREFIX))
-        assert run.tokens_read == read
-    for asked, read in (([[5], [6, 7]], 3), ([[5, 6, 7], [6, 6, 7]], 6)):  # there is none
-        assert made.start(asked, max_new_tokens=1, prefix=3).tokens_read == read
+    made, longer = engine("gqa"), [[*PREFIX, 7, 8, *end] for end in ENDS]
+    for asked, told, ends in ((longer, 141, 2 * len(ENDS)), (WHOLE, 200, 0)):
+        run = made.start(asked, max_new_tokens=5, prefix=told)
+        assert run.tokens_read == 141 + sum(map(len, ENDS)) + ends
+    for asked, shared in (([PREFIX] * 2, 140), ([[5], [6, 7]], 0), ([[5, 6, 7], [6, 6, 7]], 0)):
+        assert common_prefix(asked) == shared
     assert made.prefix_tokens(PREFIX) == 141 and made.prefix_tokens("") == 0
 
 

@@ -5,7 +5,6 @@ import pytest
 from runtime import NEW, SPARSE, engine, finished, numbers, tokens_of
 
 from infinigen_jax.engine.sampler import sampling_programs
-from infinigen_jax.engine.verdict import begin, draft, judge
 from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.settings.sampling import Sampling
 
@@ -41,18 +40,13 @@ def test_a_change_of_settings_compiles_nothing():
     assert compilations() == before
 
 
-@pytest.mark.parametrize(
-    ("kinds", "lossless"), [((0, 0, 1), False), ((2, 1, 1), False), ((1, 1, 2), True)]
-)
-def test_settings_of_prompts_that_wait_or_end_compile_nothing_late(kinds, lossless, monkeypatch):
+@pytest.mark.parametrize("kinds", [(0, 0, 1), (2, 1, 1)])
+def test_settings_of_prompts_that_wait_or_end_compile_nothing_late(kinds, monkeypatch):
     """The programs are those of all prompts' settings from the first step."""
     monkeypatch.setattr("infinigen_jax.programs.program.program_folder", lambda: None)
-    for programs in (sampling_programs, begin.of, draft.of, judge.of):
-        programs.cache_clear()
-    options = {"lossless": True, "draft_tokens": 2} if lossless else {}
+    sampling_programs.cache_clear()
     settings = [SETTINGS[kind] for kind in kinds]
-    made = engine("one", SPARSE, 0, **options)
-    answer = made.generate(PROMPTS[:3], settings, NEW, batch=2, ignore_eos=True)
+    answer = made().generate(PROMPTS[:3], settings, NEW, batch=2, ignore_eos=True)
     assert answer.stats.compilations_after_warmup == 0
 
 

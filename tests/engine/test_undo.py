@@ -25,14 +25,13 @@ from infinigen_jax.prefill.verification import commit, verify
 CAPACITY, SIZE = 128, 8
 WINDOW = SPARSE.window
 POLICIES: dict[str, tuple[str, Any, dict[str, Any]]] = {
-    "hot-set": ("one", SPARSE, {"hot_set": 1.5}),
     "tail": ("one", dataclasses.replace(TAILED, tail_tokens=8), {"rows": "int8"}),
     "quest": ("one", Quest(budget=0.2, window=WINDOW, sinks=2), {}),
     "h2o": ("one", H2O(budget=0.2, window=WINDOW, sinks=2), {}),
     "previous-query": ("one", PreviousQuery(budget=0.2, window=WINDOW, sinks=2), {}),
-    "windows": ("windows", SPARSE, {}),
+    "windows": ("windows", SPARSE, {"hot_set": 1.5}),
 }
-MARKED = slow_except(POLICIES, "hot-set", "tail", "h2o", "windows")
+MARKED = slow_except(POLICIES, "tail", "h2o", "windows")
 TOKENS = strategies.lists(strategies.integers(0, 95), min_size=3 * SIZE, max_size=3 * SIZE)
 ACCEPTED = strategies.tuples(*[strategies.integers(0, SIZE)] * len(RAGGED))
 ROUND = strategies.tuples(strategies.integers(0, WINDOW), TOKENS, ACCEPTED)

@@ -281,7 +281,7 @@ def test_a_wrong_value_at_the_end_of_a_list_is_told_before_the_work(refused, tex
 
 
 def test_pools_that_cannot_be(refused, command, text):
-    said = refused(*SIZES, "--pool-tokens", "20")
+    said = refused(*SIZES, "--pool-tokens", "20", "--no-reference")
     assert "--pool-tokens" in said and "use at least" in said and "--batch" not in said
     status, _, err = command(
         evaluate.main, "recall", "--text", text, "--pool-tokens", "50%", "--quiet"

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny import TEXT, logits_of, only
+from tiny import TEXT, logits_of, make_tiny, only
 
 from infinigen_jax import evaluate, generate, plan
 from infinigen_jax.convert.pipeline import convert
@@ -99,6 +99,18 @@ def test_loading_onto_the_host(name):
 # Damage in a converted folder.
 
 
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("converted")
+    return convert(make_tiny(folder / "llama", "llama").folder, folder / "out", calibration=TEXT)
+
+
+@pytest.fixture
+def out(converted, tmp_path) -> Path:
+    """Return a copy of a converted folder."""
+    return shutil.copytree(converted, tmp_path / "out")
+
+
 def resign(folder: Path, name: str) -> None:
     """Record a changed file's hash, as if the converter had written it so."""
     from infinigen_jax.checkpoint.manifest import file_record
@@ -108,8 +120,7 @@ def resign(folder: Path, name: str) -> None:
     (folder / "infinigen.json").write_text(json.dumps(manifest))
 
 
-def test_every_damaged_file_of_a_conversion_is_named(tiny, tmp_path):
-    out = convert(tiny("llama").folder, tmp_path / "out", calibration=TEXT)
+def test_every_damaged_file_of_a_conversion_is_named(out):
     for name in (
         "model.safetensors",
         "infinigen.safetensors",
@@ -131,8 +142,7 @@ def test_every_damaged_file_of_a_conversion_is_named(tiny, tmp_path):
     checkpoint.load(out)
 
 
-def test_damaged_manifest(tiny, tmp_path):
-    out = convert(tiny("llama").folder, tmp_path / "out", calibration=TEXT)
+def test_damaged_manifest(out):
     file = out / "infinigen.json"
     whole = json.loads(file.read_text())
     for change, message in (
@@ -152,8 +162,7 @@ def test_damaged_manifest(tiny, tmp_path):
         checkpoint.load(out)
 
 
-def test_damaged_bases(tiny, tmp_path):
-    out = convert(tiny("llama").folder, tmp_path / "out", calibration=TEXT)
+def test_damaged_bases(out):
     path = out / "infinigen.safetensors"
     whole = load_file(path)
 
@@ -323,8 +332,8 @@ def test_a_user_without_a_home_folder(tiny, monkeypatch):
         checkpoint.load("~/model")
 
 
-def test_a_conversion_that_lost_its_manifest_is_not_taken_for_a_source(tiny, tmp_path):
-    out = convert(tiny("opt").folder, tmp_path / "out", calibration=TEXT)
+def test_a_conversion_that_lost_its_manifest_is_not_taken_for_a_source(tmp_path):
+    out = shutil.copytree(checkpoint.embedded("tiny-opt"), tmp_path / "out")
     (out / "infinigen.json").unlink()
     with pytest.raises(InputError, match="infinigen.json: missing"):
         checkpoint.load(out)

@@ -1,5 +1,6 @@
 """One server for all tests of this folder that do not change it."""
 
+import concurrent.futures
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from serving import Served, serving
+from serving import LONG, PROMPT, Served, serving
 from shallow import make_shallow
 
 from infinigen_jax.loading.load import EMBEDDED_FOLDER
@@ -25,6 +26,21 @@ def programs_forgotten() -> bool:
     before = compilations()
     probe(np.zeros(3, np.float32))
     return compilations() > before
+
+
+def late_compilations(server: Served) -> int:
+    """Return the compilations of requests of every kind, alone and together."""
+    penalised = {"temperature": 0.9, "presence_penalty": 0.5, "logprobs": 2}
+    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
+    chat = {"model": "small", "messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for settings in ({}, {"temperature": 1}, penalised):
+            server.complete(PROMPT, **settings)
+            answers = [pool.submit(server.complete, LONG, **settings) for _ in range(4)]
+            server.complete(PROMPT, **settings, max_tokens=60)
+            assert all(answer.result() for answer in answers)
+    server.client.chat.completions.create(**chat, response_format=shape)
+    return server.scheduler.late_compilations
 
 
 @pytest.fixture(scope="session")
@@ -54,6 +70,10 @@ def served(small_folder: Path, running: dict[str, Any]) -> Served:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("infinigen_jax.loading.load.EMBEDDED_FOLDER", small_folder)
             running["served"] = stack.enter_context(serving())
+        # Before other tests compile a program that the warm-up may lack; none is read from disk.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("infinigen_jax.programs.program.program_folder", lambda: None)
+            running["late"] = late_compilations(running["served"])
     return running["served"]
 
 

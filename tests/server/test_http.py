@@ -254,7 +254,7 @@ def test_clients_that_die_at_any_point(served: Served):
     body = json.dumps(BODY | stream).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     whole = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
-    points = [(sent, 0) for sent in (*range(0, len(whole), 40), len(whole) - 1, len(whole))]
+    points = [(sent, 0) for sent in (*range(0, len(whole), 80), len(whole) - 1, len(whole))]
     points += [(len(whole), received) for received in (1, 100, 300, 1000, 3000, 10_000)]
     for number, (sent, received) in enumerate(points):
         with socket.create_connection(("127.0.0.1", served.port), timeout=30) as connection:

@@ -12,7 +12,7 @@ import numpy as np
 import openai
 import pytest
 from runtime import SPARSE
-from serving import CONTEXT, LONG, PROMPT, ROWS, Served, engine_of, serving
+from serving import CONTEXT, LONG, PROMPT, ROWS, Served, engine_of
 
 from infinigen_jax.engine.live_batch import LiveBatch
 from infinigen_jax.sampling import Sampling
@@ -65,13 +65,11 @@ def test_chat(served: Served):
     assert [len(entry.top_logprobs) for entry in choice.logprobs.content] == [2] * 20
 
 
-@pytest.mark.parametrize("copied", [1024, 4], ids=["at-once", "later"])
-def test_an_answer_that_is_alone_between_others(served: Served, monkeypatch, copied: int):
+def test_an_answer_that_is_alone_between_others(served: Served, monkeypatch):
     """It moves between the batch of one and the whole batch, and nothing is compiled.
 
     It returns after as many steps alone as the copy of its rows takes.
     """
-    monkeypatch.setattr("infinigen_jax.server.batch.COPIED", copied)
     settings: dict[str, Any] = {"temperature": 0.9, "presence_penalty": 0.5, "seed": 7}
     step, sizes = LiveBatch.step, []
 
@@ -85,36 +83,26 @@ def test_an_answer_that_is_alone_between_others(served: Served, monkeypatch, cop
     extra = {"max_tokens": 150, "extra_body": {"ignore_eos": True}, "stream": True, "logprobs": 1}
     before = served.scheduler.late_compilations
     monkeypatch.setattr(LiveBatch, "step", slow_step)
-    parts = []
-    for part in served.complete(PROMPT, **settings | extra):
-        parts.append(part.choices[0].text)
-        if len(parts) in (30, 80):
-            assert served.complete(LONG, max_tokens=5).choices[0].text == other
-    assert "".join(parts) == expected.texts[0]
-    steps = [(size, len(list(group))) for size, group in itertools.groupby(sizes)]
-    assert [size for size, _ in steps] == [1, ROWS, 1, ROWS, 1]
-    joined = [steps[0][1], sum(count for _, count in steps[:3])]
-    for (_, count), before_it in zip(steps[1::2], joined, strict=True):
-        assert count >= before_it / copied
-        assert copied == 4 or count < 20
+    for copied in (1024, 4):  # it returns immediately, or later
+        monkeypatch.setattr("infinigen_jax.server.batch.COPIED", copied)
+        sizes.clear()
+        parts = []
+        for part in served.complete(PROMPT, **settings | extra):
+            parts.append(part.choices[0].text)
+            if len(parts) in (30, 80):
+                assert served.complete(LONG, max_tokens=5).choices[0].text == other
+        assert "".join(parts) == expected.texts[0]
+        steps = [(size, len(list(group))) for size, group in itertools.groupby(sizes)]
+        assert [size for size, _ in steps] == [1, ROWS, 1, ROWS, 1]
+        joined = [steps[0][1], sum(count for _, count in steps[:3])]
+        for (_, count), before_it in zip(steps[1::2], joined, strict=True):
+            assert count >= before_it / copied
+            assert copied == 4 or count < 20
     assert served.scheduler.late_compilations == before
 
 
-def test_nothing_is_compiled_after_the_warm_up(served: Served, monkeypatch):
-    """Nor read from disk, where earlier tests may have left it."""
-    monkeypatch.setattr("infinigen_jax.programs.program.program_folder", lambda: None)
-    engine = engine_of(served.engine.model, dataclasses.replace(SPARSE, budget=0.15))
-    penalised = {"temperature": 0.9, "presence_penalty": 0.5, "logprobs": 2}
-    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
-    chat = {"model": "small", "messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
-    with serving(engine=engine) as server, concurrent.futures.ThreadPoolExecutor(4) as pool:
-        for settings in ({}, {"temperature": 1}, penalised):
-            server.complete(PROMPT, **settings)  # alone
-            answers = [pool.submit(server.complete, LONG, **settings) for _ in range(4)]
-            server.complete(PROMPT, **settings, max_tokens=60)
-            assert all(answer.result() for answer in answers)
-        server.client.chat.completions.create(**chat, response_format=shape)
-        assert server.scheduler.late_compilations == 0
+def test_nothing_is_compiled_after_the_warm_up(served: Served, running):
+    assert running["late"] == 0
 
 
 def test_echo(served: Served):
