@@ -249,6 +249,13 @@ def test_full_queue_and_shutdown(served: Served, monkeypatch):
 
 def test_clients_that_die_at_any_point(served: Served):
     """While the request is sent, and after any part of the answer; others are not affected."""
+
+    def cancelled() -> int:
+        lines = served.request("GET", "/metrics")[2].decode().splitlines()
+        name = 'infinigen_requests_total{outcome="cancelled"} '
+        return sum(int(float(x.removeprefix(name))) for x in lines if x.startswith(name))
+
+    before = cancelled()
     expected = served.expected(["Once upon a time"], max_new_tokens=40).texts[0]
     stream = {"max_tokens": 100, "stream": True, "ignore_eos": True, "temperature": 0}
     body = json.dumps(BODY | stream).encode()
@@ -269,6 +276,7 @@ def test_clients_that_die_at_any_point(served: Served):
             assert answer["choices"][0]["text"] == expected
     names = "infinigen_running_answers", "infinigen_waiting_requests"
     served.wait(lambda: not any(map(served.metric, names)))
+    assert cancelled() > before  # an answer is not computed to its end
 
 
 def test_not_ready_before_the_warm_up(served: Served):
