@@ -33,7 +33,7 @@ from infinigen_jax.loading import load as checkpoint
 def test_converted_folders_load_in_transformers(family, skew, tiny, tokens, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    made = tiny(family)
+    made = tiny(family, num_hidden_layers=1)
     calibration = None if skew == "none" else TEXT
     out = convert(made.folder, tmp_path / "out", calibration=calibration, skew=skew)
     again = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
@@ -54,7 +54,7 @@ def test_converted_folders_load_in_transformers(family, skew, tiny, tokens, tmp_
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_dtypes(dtype, tiny, tokens, tmp_path):
-    made = tiny("opt")
+    made = tiny("opt", num_hidden_layers=1)
     arguments = (made.folder, tmp_path / "out", "--skew", "none", "--dtype", dtype)
     assert main([str(argument) for argument in arguments]) == 0
     tensors = open_tensors(tmp_path / "out")
@@ -68,7 +68,7 @@ def test_dtypes(dtype, tiny, tokens, tmp_path):
 
 
 def test_manifest_records_everything_and_no_path(tiny_with_tokenizer, tmp_path):
-    made = tiny_with_tokenizer("llama")
+    made = tiny_with_tokenizer("llama", num_hidden_layers=1)
     config = json.loads((made.folder / "config.json").read_text())
     config["_name_or_path"] = str(made.folder)
     (made.folder / "config.json").write_text(json.dumps(config))
@@ -88,7 +88,7 @@ def test_manifest_records_everything_and_no_path(tiny_with_tokenizer, tmp_path):
 
 
 def test_conversion_is_reproducible(tiny, tmp_path):
-    made = tiny("llama", num_key_value_heads=2)
+    made = tiny("llama", num_hidden_layers=1)
     first, second = (convert(made.folder, tmp_path / n, calibration=TEXT) for n in "ab")
     for file in first.iterdir():
         assert file.read_bytes() == (second / file.name).read_bytes()
@@ -242,7 +242,7 @@ def test_four_conversions_to_one_folder(tiny, tmp_path):
 
 
 def test_memory_is_that_of_a_layer_not_of_the_model(tmp_path):
-    layers, sizes = 16, {"hidden_size": 128, "intermediate_size": 512}
+    layers, sizes = 8, {"hidden_size": 128, "intermediate_size": 512}
     make_tiny(source := tmp_path / "source", "llama", num_hidden_layers=layers, **sizes)
     size = (source / "model.safetensors").stat().st_size
     on_device: list[int] = []

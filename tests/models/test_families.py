@@ -12,13 +12,14 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from runtime import ALL, RAGGED, engine, finished, numbers, random_model, slow_except
+from runtime import ALL, engine, finished, large_cache, numbers, random_model, slow_except
 from tiny import COMMON, TEXT, logits_of, make_tiny
 
 from benchmarks.torch_systems import with_cache
 from infinigen_jax.cache.layers import DenseLayer, Resident, Sliding
 from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.memory_plan import plan_cache
 from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.policies import Full
 
@@ -271,14 +272,16 @@ def test_decoding_is_that_of_transformers(name, tmp_path):
 
 
 def test_layers_with_a_window_stay_on_the_device():
-    run = engine("windows").start(RAGGED, max_new_tokens=NEW)
-    assert run.decoder.on_host == (2,)
-    assert [type(local) for local in run.cache.local] == [DenseLayer, Sliding, Resident]
-    assert run.cache.host is not None and run.cache.host.shape[0] == 1
-    local = run.cache.local[1]
+    decoder = engine("windows").decoder
+    assert decoder.on_host == (2,)
+    cache = large_cache(decoder, capacity=128, batch=3)
+    assert [type(local) for local in cache.local] == [DenseLayer, Sliding, Resident]
+    assert cache.host is not None and cache.host.shape[0] == 1
+    local = cache.local[1]
     assert isinstance(local, Sliding) and local.keys.shape[2] == 9
-    on_device = jax.tree.leaves(run.cache.local[:2])
-    assert run.plan.dense_cache == sum(x.nbytes for x in on_device)
+    on_device = jax.tree.leaves(cache.local[:2])
+    expected = sum(x.size * x.dtype.itemsize for x in on_device)
+    assert plan_cache(decoder, 3, 128).dense_cache == expected
 
 
 @pytest.mark.slow

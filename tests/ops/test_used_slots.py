@@ -61,7 +61,7 @@ def test_rows_are_chosen_and_attended_to_as_among_all_slots(monkeypatch):
     write = jax.jit(policy.append)
     index = write(weights, policy.init(config, b, capacity), keys, Span.whole(b, capacity))
     among_all = jax.jit(lambda *x: results(*x))
-    places = [jnp.asarray(at, jnp.int32) for at in ((5, 40), (63, 20), (3, 64), (200, 70))]
+    places = [jnp.asarray(at, jnp.int32) for at in ((5, 40), (63, 20), (3, 64), (200, 20))]
     expected = [among_all(index, at) for at in places]
     monkeypatch.setattr(used_slots, "UNIT", 64)
     among_used = jax.jit(lambda *x: results(*x))

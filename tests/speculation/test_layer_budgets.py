@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime import RAGGED, SPARSE, random_model
+from runtime import RAGGED, SPARSE, large_cache, random_model
 
 from infinigen_jax.cache.hot_set import HotSet
+from infinigen_jax.decode.steps import steps
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.policies import InfiniGen, InfiniGenPaper, Quest
@@ -75,7 +76,7 @@ def model_with(errors: list[float]):
 
 def test_an_engine_fetches_the_shares():
     model = model_with([0.1, 0.5])
-    engine = Engine(model, policy=STEEP, dense_layers=0, hot_set=1.0)
+    engine = Engine(model, policy=STEEP, dense_layers=0)
     decoder = engine.decoder
     budgets = list(decoder.budgets.values())
     assert budgets[1] > budgets[0] and np.mean(budgets) <= STEEP.budget
@@ -87,8 +88,15 @@ def test_an_engine_fetches_the_shares():
     assert stats.compilations_after_warmup == 0
     assert decoder.request_sizes(100) == [int(100 * budget + 1e-6) for budget in budgets]
     assert decoder.request_size(100) == max(decoder.request_sizes(100))
-    sizes = [kept.rows.shape[2] for kept in run.cache.hot if isinstance(kept, HotSet)]
-    assert sizes == [decoder.hot_entries(run.slots)] * len(budgets)
+
+
+def test_hot_sets_have_equal_sizes():
+    made = Engine(model_with([0.1, 0.5]), policy=STEEP, dense_layers=0, hot_set=1.0)
+    cache = large_cache(made.decoder, 128)
+    sizes = [kept.rows.shape[2] for kept in cache.hot if isinstance(kept, HotSet)]
+    assert sizes == [made.decoder.hot_entries(128)] * 2
+    # A layer that requests more rows than its hot set has is refused while the step is traced.
+    steps(made.decoder).fused.trace(made.weights, *cache.parts(False), cache.lengths)
 
 
 def test_streamed_layers_have_no_share():
