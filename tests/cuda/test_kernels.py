@@ -66,7 +66,8 @@ EDGES = [
     # a time; budgets of all rows and of none.
     *(partial(selected, 2, 2, 1, 70, 0.2, 2.0, x, Slots(5, 9)) for x in (normal, *DRAWS)),
     *(partial(selected, 3, 2, 4, 3000, 0.1, 4.0, draw) for draw in DRAWS),
-    partial(selected, 2, 2, 5, 33, 1.0, math.inf, partial(some, normal), Slots(0, 1)),
+    partial(selected, 2, 2, 5, 33, 0.3, math.inf, partial(some, normal), Slots(0, 1)),
+    partial(selected, 1, 1, 4, 33, 1.0, math.inf, partial(some, normal), Slots(0, 1)),
     partial(selected, 1, 1, 1, 5, 0.001, 2.0, normal, Slots(0, 1)),
     # As many entries as requested rows; a request of one row.
     partial(replaced, False, 2, 2, 7, 7, 30, 14, 8),
