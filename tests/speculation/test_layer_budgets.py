@@ -3,17 +3,19 @@
 import dataclasses
 import itertools
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime import RAGGED, SPARSE, large_cache, random_model
+from runtime import RAGGED, SPARSE, counts_of, finished, large_cache, random_model
 
 from infinigen_jax.cache.hot_set import HotSet
 from infinigen_jax.decode.steps import steps
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.policies import InfiniGen, InfiniGenPaper, Quest
+from infinigen_jax.selection.select import budget_rows
 from infinigen_jax.speculation.layer_budgets import STEP, Curves, share_out
 
 SHARES = (0.05, 0.1, 0.2, 0.4)
@@ -80,10 +82,12 @@ def test_an_engine_fetches_the_shares():
     decoder = engine.decoder
     budgets = list(decoder.budgets.values())
     assert budgets[1] > budgets[0] and np.mean(budgets) <= STEEP.budget
-    run = engine.start(RAGGED, max_new_tokens=8)
-    for _ in run.tokens(ignore_eos=True):
-        pass
+    run = finished(engine, RAGGED, 8)
     stats = run.stats()
+    at = run.prompt_lengths + np.arange(7)[:, None]
+    eligible = np.maximum(at + 1 - STEEP.window - STEEP.sinks, 0)
+    rows = (np.minimum(budget_rows(budget, jnp.asarray(at)), eligible) for budget in budgets)
+    np.testing.assert_array_equal(counts_of(run), decoder.config.num_kv_heads * sum(rows))
     assert 0 < stats.selected_fraction <= STEEP.budget
     assert stats.compilations_after_warmup == 0
     assert decoder.request_sizes(100) == [int(100 * budget + 1e-6) for budget in budgets]
