@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import logits_of
 
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement
@@ -217,9 +218,20 @@ def finished(engine: Engine, prompts=RAGGED, new: int = NEW, **settings) -> Run:
     return run
 
 
+def given_tokens(context: int) -> np.ndarray:
+    return np.random.default_rng(2).integers(3, 96, (2, context + 20)).astype(np.int32)
+
+
+def full_scores(model: Model, context: int = 40) -> np.ndarray:
+    """Return what `scores_of` returns if all rows are attended to, by a plain pass."""
+    tokens, steps = given_tokens(context), np.arange(context, context + 19)
+    scores = np.asarray(jax.nn.log_softmax(logits_of(model, tokens)))
+    return np.take_along_axis(scores[:, steps], tokens[:, steps + 1, None], axis=2)[..., 0].T
+
+
 def scores_of(model: Model, policy: Policy, context: int = 40) -> np.ndarray:
     """Return log-probabilities of given tokens, decoded with all layers on the host."""
-    tokens = np.random.default_rng(2).integers(3, 96, (2, context + 20)).astype(np.int32)
+    tokens = given_tokens(context)
     run = Engine(model, policy=policy, dense_layers=0).start(
         tokens[:, :context].tolist(), max_new_tokens=20
     )

@@ -68,9 +68,7 @@ def test_exact_rows_are_left_alone(dtype):
     assert back.dtype == rows.dtype and back.tobytes() == np.asarray(rows).tobytes()
 
 
-@pytest.mark.parametrize(
-    "dtype, d", [*((dtype, 32) for dtype in DTYPES), *(("float32", d) for d in (7, 33, 96, 160))]
-)
+@pytest.mark.parametrize("dtype, d", [("bfloat16", 32), ("float16", 7), ("float32", 160)])
 @pytest.mark.parametrize("name", BITS)
 def test_error_of_each_group_is_bounded(name, dtype, d):
     """|x - x^| <= range / (2 (2^b - 1)), and what 16-bit parameters and the dtype round away."""
@@ -116,8 +114,7 @@ def test_values_are_stored_as_they_are():
     assert scales.centre.shape == scales.scale.shape == (2, 2, 64)
 
 
-@pytest.mark.parametrize("name", BITS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name, dtype", [("int8", "float32"), ("int4", "bfloat16")])
 def test_a_row_gives_the_same_bytes_whenever_it_is_written(name, dtype):
     """In a prompt or a flushed window, in any program, alone or with other rows."""
     form = row_format(name, dtype, 32)

@@ -98,11 +98,12 @@ class Hub(BaseHTTPRequestHandler):
 
 
 PROGRAM = """
-import sys
+import os, sys
 from infinigen_jax.checkpoint.hub import fetched
 from infinigen_jax.errors import InputError
 for request in sys.argv[1:]:
-    name, revision, weights = request.split("@")
+    name, revision, weights, *token = request.split("@")
+    os.environ.update(zip(["HF_TOKEN"], token))
     try:
         print(fetched(name, revision or None, weights=not weights))
     except InputError as error:
@@ -115,7 +116,7 @@ def ask(tmp_path_factory) -> Iterator[Callable[..., list[str]]]:
     """Return `ask(*requests, **environment)`: results or errors of `fetched` in another process.
 
     huggingface_hub reads its environment once. A request is NAME@REVISION@, with x at the end
-    if no weights are needed.
+    if no weights are needed; a token may follow after another @.
     """
     folder = tmp_path_factory.mktemp("hub")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
@@ -166,7 +167,7 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def answers(ask) -> list[str]:
     """Return the answers of one process, which mostly spends its time on imports."""
-    return ask(*FETCHED, *REFUSED)
+    return ask(*FETCHED, *REFUSED, "org/private@@@secret")
 
 
 def test_only_needed_files_are_fetched(ask, answers):
@@ -179,17 +180,17 @@ def test_only_needed_files_are_fetched(ask, answers):
     assert names(str(Path(file).parent)) == {"b.gguf"}
     assert "a mixture of experts" in refused and names(experts) == {"config.json"}
     cached = ["org/sharded@@", "org/torch@@", "org/partial@@x"]
-    missing = ["org/partial@@", "org/private@@"]
+    missing = ["org/partial@@", "org/absent@@"]
     offline = ask(*cached, *missing, HF_HUB_OFFLINE="1")
     assert offline[:2] == [sharded, torch] and names(offline[2]) == {"config.json"}
     assert all("HF_HUB_OFFLINE is set" in line for line in offline[3:])
 
 
 def test_refusals_in_one_line(ask, answers):
-    lines = answers[len(FETCHED) :]
+    *lines, private = answers[len(FETCHED) :]
     for (request, message), line in zip(REFUSED.items(), lines, strict=True):
         assert message in f"{line}\n" and request.partition("@")[0] in line
-    assert names(ask("org/private@@", HF_TOKEN="secret")[0]) == {"config.json", "model.safetensors"}
+    assert names(private) == {"config.json", "model.safetensors"}
     unreachable = ask("org/new@@", HF_ENDPOINT="http://127.0.0.1:9")
     assert len(unreachable) == 1 and "the hub cannot be reached" in unreachable[0]
 

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import LLAMA, logits_of
+from tiny import LLAMA
 
 from infinigen_jax.convert.calibrate import Calibrator, windows
 from infinigen_jax.convert.pipeline import convert
@@ -19,13 +19,13 @@ GQA = config_from_hf(
 )
 
 
-def test_opt_absorbed_bases_leave_logits_and_diagonalise_queries(tiny, tokens, tmp_path):
-    reference = tiny("opt", hidden_size=64, word_embed_proj_dim=64)
+def test_absorbed_bases_diagonalise_queries(tiny, tmp_path):
+    """`test_convert.py` compares the logits."""
+    reference = tiny("opt", hidden_size=64, word_embed_proj_dim=64, num_hidden_layers=1)
     ids = [int(i) for i in np.random.default_rng(1).integers(3, 96, 150)]
     convert(reference.folder, tmp_path / "out", calibration=ids, skew="svd")
     model = checkpoint.load(tmp_path / "out", "float32")
-    assert model.bases == (None, None) and model.skew == "svd"
-    np.testing.assert_allclose(logits_of(model, tokens), reference.logits(tokens), atol=1e-4)
+    assert model.bases == (None,) and model.skew == "svd"
     first = blueprint(model.config, jnp.float32)
     grams = []
     for start in (0, 64, 128):  # the three windows that 150 tokens make of 64 positions

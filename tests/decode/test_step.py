@@ -13,12 +13,12 @@ from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
 from infinigen_jax.policies import H2O, Full, InfiniGen, Policy
 
-HOT = "hot"  # SPARSE with a hot set and packed rows
+HOT = "hot"  # SPARSE with a hot set
 
 
 def made(policy: Policy | str, schedule: str = "fused") -> Engine:
     if isinstance(policy, str):
-        return engine("one", SPARSE, 0, schedule, hot_set=1.5, rows="int8")
+        return engine("one", SPARSE, schedule=schedule, hot_set=1.5)
     return engine("gqa", policy, 1, schedule)
 
 

@@ -12,13 +12,14 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from runtime import ALL, RAGGED, engine, finished, numbers, random_model, slow_except
+from runtime import ALL, engine, finished, large_cache, numbers, random_model, slow_except
 from tiny import COMMON, TEXT, logits_of, make_tiny
 
 from benchmarks.torch_systems import with_cache
 from infinigen_jax.cache.layers import DenseLayer, Resident, Sliding
 from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.memory_plan import plan_cache
 from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.policies import Full
 
@@ -77,12 +78,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("apertus", GQA | {"head_dim": 12}),
     "arcee": ("arcee", GQA),
     "cohere": ("cohere", GQA | {"logit_scale": 0.4}),
-    "cohere2": ("cohere2", GQA | kinds("sfs")),
+    "cohere2": ("cohere2", GQA | kinds("sf")),
     "cwm": ("cwm", GQA | kinds("fs") | {"head_dim": 12}),
     "ernie4_5": ("ernie4_5", GQA | {"head_dim": 12}),
     "exaone": ("exaone", GQA | rope(**LLAMA3)),
     "exaone4": ("exaone4", GQA | kinds("ff") | {"sliding_window": None}),
-    "exaone4 windows": ("exaone4", GQA | kinds("sfs")),
+    "exaone4 windows": ("exaone4", GQA | kinds("sf")),
     "gemma": ("gemma", GQA | {"head_dim": 12}),
     "gemma2": ("gemma2", GQA | GEMMA | CAPS | kinds("sfs")),
     "gemma2 plain": ("gemma2", GEMMA | dict.fromkeys(CAPS) | {"sliding_window": 64}),
@@ -116,7 +117,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral3": ("ministral3", GQA | rope(**YARN, llama_4_scaling_beta=0.3) | {"head_dim": 12}),
     "nemotron": ("nemotron", GQA | {"head_dim": 12}),
     "olmo2": ("olmo2", GQA),
-    "olmo3": ("olmo3", GQA | kinds("sfs") | {"rope_parameters": BY_KIND}),
+    "olmo3": ("olmo3", GQA | kinds("sf") | {"rope_parameters": BY_KIND}),
     "opt": ("opt", {}),
     "linear": ("llama", rope(rope_type="linear", factor=4.0)),
     "dynamic": ("llama", DYNAMIC),
@@ -136,32 +137,38 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("stablelm", GQA | PARTIAL | {"use_qkv_bias": True}),
     "stablelm parallel": ("stablelm", PARTIAL | {"use_parallel_residual": True}),
     "starcoder2": ("starcoder2", GQA | {"sliding_window": 7}),
-    "vaultgemma": ("vaultgemma", GQA | GEMMA | CAPS | kinds("sfs")),
+    "vaultgemma": ("vaultgemma", GQA | GEMMA | CAPS | kinds("sf")),
     "yarn, two scales": ("llama", rope(**YARN, mscale=0.7, mscale_all_dim=1.2)),
 }
-# Decoding them differs in nothing from decoding the models above. One layer each.
+# Decoding them differs in nothing from decoding the models above.
 BASIC: dict[str, tuple[str, dict[str, Any]]] = {
-    "gqa": ("llama", GQA),
-    "mqa, tied": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
-    "three heads, theta": (
+    "one KV head, tied, rope llama3": (
         "llama",
-        {"num_attention_heads": 3, "num_key_value_heads": 3}
+        {"num_key_value_heads": 1, "tie_word_embeddings": True} | rope(**LLAMA3),
+    ),
+    "three wide heads, theta, gelu": (
+        "llama",
+        {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 20, "hidden_act": "gelu"}
         | rope(rope_type="default", rope_theta=5e5),
     ),
-    "six over three": ("llama", {"num_attention_heads": 6, "num_key_value_heads": 3}),
-    "biases": ("llama", GQA | {"attention_bias": True, "mlp_bias": True}),
-    "wide heads, gelu": ("llama", {"head_dim": 20, "hidden_act": "gelu"}),
-    "rope llama3": ("llama", rope(**LLAMA3)),
-    "opt three heads": ("opt", {"num_attention_heads": 3}),
-    "opt untied": ("opt", {"tie_word_embeddings": False}),
-    "opt without biases": ("opt", {"enable_bias": False}),
+    "six heads over three, biases": (
+        "llama",
+        {"num_attention_heads": 6, "num_key_value_heads": 3}
+        | {"attention_bias": True, "mlp_bias": True},
+    ),
+    "opt untied, three heads, no biases": (
+        "opt",
+        {"num_attention_heads": 3, "tie_word_embeddings": False, "enable_bias": False},
+    ),
 }
 
 
 @pytest.mark.parametrize("name", MODELS | BASIC)
 def test_logits_of_a_whole_pass(name, tokens, tmp_path):
+    """With one layer where all are alike."""
     family, changes = (MODELS | BASIC)[name]
-    layers = {"num_hidden_layers": 1} if name in BASIC else {}
+    differ = changes.keys() & {"layer_types", "no_rope_layers", "max_window_layers"}
+    layers = {} if differ else {"num_hidden_layers": 1}
     reference = make_tiny(tmp_path / "source", family, **layers, **changes)
     model = checkpoint.load(convert(reference.folder, tmp_path / "out", skew="none"), "float32")
     expected = reference.logits(tokens)
@@ -265,14 +272,16 @@ def test_decoding_is_that_of_transformers(name, tmp_path):
 
 
 def test_layers_with_a_window_stay_on_the_device():
-    run = engine("windows").start(RAGGED, max_new_tokens=NEW)
-    assert run.decoder.on_host == (2,)
-    assert [type(local) for local in run.cache.local] == [DenseLayer, Sliding, Resident]
-    assert run.cache.host is not None and run.cache.host.shape[0] == 1
-    local = run.cache.local[1]
+    decoder = engine("windows").decoder
+    assert decoder.on_host == (2,)
+    cache = large_cache(decoder, capacity=128, batch=3)
+    assert [type(local) for local in cache.local] == [DenseLayer, Sliding, Resident]
+    assert cache.host is not None and cache.host.shape[0] == 1
+    local = cache.local[1]
     assert isinstance(local, Sliding) and local.keys.shape[2] == 9
-    on_device = jax.tree.leaves(run.cache.local[:2])
-    assert run.plan.dense_cache == sum(x.nbytes for x in on_device)
+    on_device = jax.tree.leaves(cache.local[:2])
+    expected = sum(x.size * x.dtype.itemsize for x in on_device)
+    assert plan_cache(decoder, 3, 128).dense_cache == expected
 
 
 @pytest.mark.slow

@@ -54,8 +54,9 @@ def joined(q, *parts: Part):
     return finish_softmax(state, q)
 
 
-@pytest.mark.parametrize("sizes", [(1,), (3, 5), (7, 1, 4), (1, 4096), (1, 4100)])
-@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize(
+    "sizes, group", [((1,), 3), ((3, 5), 1), ((7, 1, 4), 3), ((1, 4096), 1), ((1, 4100), 3)]
+)
 def test_parts_are_attended_as_one_cache(sizes, group):
     """Rows may be packed, masked parts may come first, and 4096 values take another path."""
     q = normal((2, 2, group, 8), 3)

@@ -27,7 +27,7 @@ def check_compact(got, mask):
         assert places[: len(marked)].tolist() == marked.tolist()
 
 
-@given(st.sampled_from([1, 31, 1100, 4100]), st.integers(0, 2**32 - 1))
+@given(st.sampled_from([31, 1100, 4100]), st.integers(0, 2**32 - 1))
 @example(1100, 0)
 def test_compact_lists_the_marked_positions(t, seed):
     rng = np.random.default_rng(seed)

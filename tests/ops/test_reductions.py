@@ -7,7 +7,7 @@ import pytest
 from infinigen_jax.ops.reductions import LANES, best, summed
 
 
-@pytest.mark.parametrize("groups", [1, 6, 64, 67, 80])
+@pytest.mark.parametrize("groups", [1, 64, 67])
 def test_sums_of_terms(groups):
     """Numbers of groups with and without a suitable divisor."""
     random = np.random.default_rng(groups)

@@ -1,14 +1,25 @@
 """Work on only the leading slots gives the result of work on all slots."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runtime import engine, numbers
+from runtime import engine
 
+from infinigen_jax.cache.layers import DenseLayer
+from infinigen_jax.decode.layer_rows import DeviceRows
+from infinigen_jax.decode.state import Carry, Counts
+from infinigen_jax.models import blueprint
 from infinigen_jax.ops import used_slots
+from infinigen_jax.ops.span import Span
 from infinigen_jax.ops.used_slots import over_used
 from infinigen_jax.policies import InfiniGen
+from infinigen_jax.policies.base import Lookup
+from infinigen_jax.selection.select import Request
+
+POLICY = InfiniGen(budget=0.3, window=4, sinks=2, alpha=1e4, tail_tokens=16)
 
 
 @pytest.mark.parametrize(
@@ -29,22 +40,35 @@ def test_the_smallest_size_with_all_used_slots_is_computed(capacity, used, size)
     assert int(compute(jnp.int32(used))) == size
 
 
-def test_a_conversation_in_a_larger_cache_has_equal_answers(monkeypatch):
-    """One layer is on the device and one on the host; 8 to 120 of 256 slots are in use."""
+def test_rows_are_chosen_and_attended_to_as_among_all_slots(monkeypatch):
+    """By a selection with a tail, and in a layer on the device: 64 or all of 256 slots."""
+    made, b, capacity = engine("one", POLICY), 2, 256
+    decoder, policy, weights = made.decoder, made.decoder.policy, made.weights.policy[0]
+    config = decoder.config
+    layer = blueprint(config, jnp.float32).layer(made.weights.params["layers"][0])
+    rng, shape = np.random.default_rng(0), (b, config.num_kv_heads, capacity, config.head_dim)
+    keys, values = jnp.asarray(rng.normal(size=(2, *shape)), jnp.float32)
+    a = jnp.asarray(rng.normal(size=(b, config.hidden_size)), jnp.float32)
+    nothing = Counts(*jnp.zeros((2, b), jnp.int32))
 
-    def answer(alpha: float) -> tuple[list[int | None], np.ndarray]:
-        policy = InfiniGen(budget=0.3, window=4, sinks=2, alpha=alpha, tail_tokens=16)
-        conversation = engine("gqa", policy, 1, schedule="fused").conversation(context=256)
-        steps = conversation.turn(numbers(8), 112, ignore_eos=True)
-        tokens = [step.tokens[0] for step in steps]
-        assert conversation.run is not None
-        counts = [np.asarray(count.selected) for count in conversation.run.counts]
-        return tokens, np.stack(counts)
+    def results(index: Any, at: jax.Array) -> tuple[Request, jax.Array]:
+        size = policy.request_size(capacity)
+        request = policy.select(Lookup(config, layer, weights, index, a, at, size, capacity))
+        rows = DeviceRows(decoder, DenseLayer(keys, values), at)
+        query = config.grouped(layer.query(a, at))
+        return request, rows.attend(query, Carry(a, None, nothing))[0]
 
-    whole = answer(1e4)
+    write = jax.jit(policy.append)
+    index = write(weights, policy.init(config, b, capacity), keys, Span.whole(b, capacity))
+    among_all = jax.jit(lambda *x: results(*x))
+    places = [jnp.asarray(at, jnp.int32) for at in ((5, 40), (63, 20), (3, 64), (200, 20))]
+    expected = [among_all(index, at) for at in places]
     monkeypatch.setattr(used_slots, "UNIT", 64)
-    # Another alpha that every row passes: programs are kept by their settings.
-    leading = answer(2e4)
-    assert leading[0] == whole[0]
-    np.testing.assert_array_equal(leading[1], whole[1])
-    assert 0 < whole[1].min() and whole[1].max() > 19  # 0.3 of 64: chosen from all slots
+    among_used = jax.jit(lambda *x: results(*x))
+    for at, (whole, output) in zip(places, expected, strict=True):
+        request, attended = among_used(index, at)
+        for found, wanted in zip(jax.tree.leaves(request), jax.tree.leaves(whole), strict=True):
+            tolerance = 1e-5 if found.dtype == jnp.float32 else 0
+            np.testing.assert_allclose(found, wanted, rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(attended, output, rtol=1e-5, atol=1e-5)
+    assert 0 < request.count.min() and request.count.max() > 19  # 0.3 of 64: from all slots

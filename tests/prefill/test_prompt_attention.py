@@ -83,11 +83,10 @@ def attend(request: Any) -> Any:
     return run
 
 
-@pytest.mark.parametrize("h, k", [(6, 2), (4, 1)])
-def test_causal_attention(h, k, attend):
-    for s in (1, 33):
-        chunk = prompts(2, s, h, k)
-        assert_close(jax.jit(attend)(*chunk), dense(*chunk))
+@pytest.mark.parametrize("h, k, s", [(6, 2, 1), (4, 1, 33)])
+def test_causal_attention(h, k, s, attend):
+    chunk = prompts(2, s, h, k)
+    assert_close(jax.jit(attend)(*chunk), dense(*chunk))
 
 
 @pytest.mark.parametrize("window", [1, 13])
@@ -208,16 +207,18 @@ def attend_few(
     return attend_narrow(q, [own, near], prior, at, ahead=ahead).output
 
 
-@pytest.mark.parametrize("side_by_side, ahead", [(True, False), (False, False), (False, True)])
-@given(
-    starts=st.lists(st.integers(0, 56), min_size=2, max_size=2),
-    sizes=st.sampled_from([(9, 8), (4, 13), (1, 64)]),
+@pytest.mark.parametrize(
+    "side_by_side, ahead, first, size",
+    [
+        *((True, False, 9, 8), (False, False, 4, 13), (False, True, 4, 13)),
+        *((True, False, 1, 64), (False, True, 9, 8)),
+    ],
 )
+@given(starts=st.lists(st.integers(0, 56), min_size=2, max_size=2))
 def test_few_tokens_after_any_beginning(
-    starts: list[int], sizes: tuple[int, int], side_by_side: bool, ahead: bool
+    starts: list[int], first: int, size: int, side_by_side: bool, ahead: bool
 ):
     """Fewer and more first rows than a block; a block that does not divide the rows, and all."""
-    first, size = sizes
     q, keys, values = prompts(2, 61, 4, 2)
     expected = cut(dense(q, keys, values)[0], starts, TOKENS)
     # Rows of each sequence end where its tokens begin; what follows is unwritten.

@@ -75,7 +75,7 @@ def conversions(tmp_path_factory):
     @functools.cache
     def make(family: str) -> Path:
         folder = tmp_path_factory.mktemp(family)
-        made = make_tiny(folder / "source", family, num_hidden_layers=3, **FAMILIES[family])
+        made = make_tiny(folder / "source", family, num_hidden_layers=2, **FAMILIES[family])
         return convert(made.folder, folder / "out", calibration=IDS, speculate_from="input")
 
     return make
@@ -133,21 +133,21 @@ def test_all_columns_give_the_scores_of_the_corrected_query(conversions, family,
     rng = np.random.default_rng(0)
     a = jnp.asarray(rng.normal(size=(3, config.hidden_size)).astype(np.float32))
     positions = jnp.asarray([3, 9, 20], jnp.int32)
-    layer = blueprint(config, model.dtype).layer(model.params["layers"][2])
-    weights = speculation_weights(model, 2, d, True, basis, "corrected")
+    layer = blueprint(config, model.dtype).layer(model.params["layers"][1])
+    weights = speculation_weights(model, 1, d, True, basis, "corrected")
     query = np.asarray(speculate_query(config, layer, weights, a, positions, d))
     assert model.ahead is not None and model.key_mean is not None
-    projection = jax.tree.map(jnp.array, model.ahead[2].projection)
+    projection = jax.tree.map(jnp.array, model.ahead[1].projection)
     guess = layer.finish_query(project(a, projection), positions)
     h = np.asarray(guess).reshape(3, k, -1, d)
     product = np.broadcast_to(np.eye(d), (k, d, d))
     if basis == "balanced":
-        pair = model.ahead[2].basis
+        pair = model.ahead[1].basis
         product = np.asarray(pair.query) @ np.asarray(pair.key).swapaxes(1, 2)
     h = np.einsum("bkgd,kde->bkge", h, product)
     key = np.linalg.inv(np.asarray(weights["key"])).swapaxes(1, 2)
     np.testing.assert_allclose(query, h @ key, rtol=2e-3, atol=2e-3)
-    centre = np.einsum("kd,kdr->kr", model.key_mean[2], np.asarray(weights["key"]))
+    centre = np.einsum("kd,kdr->kr", model.key_mean[1], np.asarray(weights["key"]))
     np.testing.assert_allclose(weights["centre"], centre, rtol=1e-5, atol=1e-6)
 
 

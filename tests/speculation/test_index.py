@@ -26,7 +26,7 @@ def random_query(b=2, k=2, g=3, r=32, seed=1) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=(b, k, g, r)).astype(np.float32))
 
 
-@pytest.mark.parametrize("columns", [1, 3, 8, 13, 32])
+@pytest.mark.parametrize("columns", [1, 13, 32])
 @pytest.mark.parametrize("name", INDEX_DTYPES)
 def test_scores_are_those_of_keys_off_by_half_a_step(name, columns):
     form = IndexFormat(name, columns)

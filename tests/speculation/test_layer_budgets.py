@@ -3,16 +3,19 @@
 import dataclasses
 import itertools
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime import RAGGED, SPARSE, random_model
+from runtime import RAGGED, SPARSE, counts_of, finished, large_cache, random_model
 
 from infinigen_jax.cache.hot_set import HotSet
+from infinigen_jax.decode.steps import steps
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.policies import InfiniGen, InfiniGenPaper, Quest
+from infinigen_jax.selection.select import budget_rows
 from infinigen_jax.speculation.layer_budgets import STEP, Curves, share_out
 
 SHARES = (0.05, 0.1, 0.2, 0.4)
@@ -75,20 +78,29 @@ def model_with(errors: list[float]):
 
 def test_an_engine_fetches_the_shares():
     model = model_with([0.1, 0.5])
-    engine = Engine(model, policy=STEEP, dense_layers=0, hot_set=1.0)
+    engine = Engine(model, policy=STEEP, dense_layers=0)
     decoder = engine.decoder
     budgets = list(decoder.budgets.values())
     assert budgets[1] > budgets[0] and np.mean(budgets) <= STEEP.budget
-    run = engine.start(RAGGED, max_new_tokens=8)
-    for _ in run.tokens(ignore_eos=True):
-        pass
+    run = finished(engine, RAGGED, 8)
     stats = run.stats()
+    at = run.prompt_lengths + np.arange(7)[:, None]
+    eligible = np.maximum(at + 1 - STEEP.window - STEEP.sinks, 0)
+    rows = (np.minimum(budget_rows(budget, jnp.asarray(at)), eligible) for budget in budgets)
+    np.testing.assert_array_equal(counts_of(run), decoder.config.num_kv_heads * sum(rows))
     assert 0 < stats.selected_fraction <= STEEP.budget
     assert stats.compilations_after_warmup == 0
     assert decoder.request_sizes(100) == [int(100 * budget + 1e-6) for budget in budgets]
     assert decoder.request_size(100) == max(decoder.request_sizes(100))
-    sizes = [kept.rows.shape[2] for kept in run.cache.hot if isinstance(kept, HotSet)]
-    assert sizes == [decoder.hot_entries(run.slots)] * len(budgets)
+
+
+def test_hot_sets_have_equal_sizes():
+    made = Engine(model_with([0.1, 0.5]), policy=STEEP, dense_layers=0, hot_set=1.0)
+    cache = large_cache(made.decoder, 128)
+    sizes = [kept.rows.shape[2] for kept in cache.hot if isinstance(kept, HotSet)]
+    assert sizes == [made.decoder.hot_entries(128)] * 2
+    # A layer that requests more rows than its hot set has is refused while the step is traced.
+    steps(made.decoder).fused.trace(made.weights, *cache.parts(False), cache.lengths)
 
 
 def test_streamed_layers_have_no_share():

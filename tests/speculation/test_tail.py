@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runtime import TAILED, random_model, scores_of
+from runtime import TAILED, full_scores, random_model, scores_of
 
 from infinigen_jax.loading.load import Model
 from infinigen_jax.ops.attention import Tail, attend_weighted, packed
-from infinigen_jax.policies import Full
 from infinigen_jax.selection.rest import log_rest
 from infinigen_jax.selection.select import select
 
@@ -78,7 +77,7 @@ def test_no_tail_changes_no_bit(score):
 def test_a_tail_brings_the_scores_nearer_to_the_full_cache(name, tokens):
     """The first layer alone: on the host, its query is its own, so speculation is exact."""
     model = random_model(name)
-    full = scores_of(model, Full())
+    full = full_scores(model)
     without = scores_of(model, dataclasses.replace(TAILED, tail=False))
     with_tail = scores_of(model, dataclasses.replace(TAILED, tail_tokens=tokens))
     assert np.abs(with_tail - full).mean() < 0.9 * np.abs(without - full).mean()
@@ -107,8 +106,7 @@ def test_a_tail_of_single_tokens_equals_the_full_cache(name, changes):
     """The index has every key, and the sums every value, so nothing is lost."""
     model = with_mean_key(name)
     policy = dataclasses.replace(TAILED, tail_tokens=1, budget=0.05, **changes)
-    scores, full = (scores_of(model, each) for each in (policy, Full()))
-    np.testing.assert_allclose(scores, full, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(scores_of(model, policy), full_scores(model), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
