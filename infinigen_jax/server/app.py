@@ -15,6 +15,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 import infinigen_jax
@@ -244,7 +245,10 @@ async def _answer(scheduler: Scheduler, request: Request, wire: Wire, jobs: list
             wire.add(prompt, piece)
     except GoneError:
         return Response(status_code=499)
-    return JSONResponse(wire.whole(jobs))
+    # Log-probabilities take long. In a thread, they delay no other request, except for the text in
+    # JSON, which `to_json` makes five times as fast as `json`.
+    content = await asyncio.to_thread(lambda: to_json(wire.whole(jobs)))
+    return Response(content, media_type="application/json")
 
 
 async def _events(exchange: "Exchange", wire: Wire) -> AsyncIterator[str]:
@@ -255,7 +259,7 @@ async def _events(exchange: "Exchange", wire: Wire) -> AsyncIterator[str]:
         return f"data: {json.dumps(content)}\n\n"
 
     try:
-        for part in wire.opening():
+        for part in await asyncio.to_thread(wire.opening):
             yield event(part)
         async for prompt, piece in exchange.pieces():
             if (part := wire.part(prompt, piece)) is not None:
