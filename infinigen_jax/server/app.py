@@ -214,6 +214,8 @@ def _add_completions(app: FastAPI, scheduler: Scheduler, service: Service) -> No
     async def completions(body: Completion, request: Request) -> Response:
         """Continue one or several prompts."""
         _check_model(body.model, service)
+        # Tokenising takes long. More prompts than may ever wait are refused by another error.
+        scheduler.check(min(len(body.prompts), scheduler.limits.waiting))
         encoded = await asyncio.to_thread(prompts.completion, body)
         wire = CompletionWire(service.model, body, prompts.tokenizer, encoded)
         return await _answer(scheduler, request, wire, prompts.jobs(body, encoded))
@@ -222,6 +224,7 @@ def _add_completions(app: FastAPI, scheduler: Scheduler, service: Service) -> No
     async def chat_completions(body: ChatCompletion, request: Request) -> Response:
         """Answer a conversation."""
         _check_model(body.model, service)
+        scheduler.check(1)
         encoded = [await asyncio.to_thread(prompts.chat, body)]
         wire = ChatWire(service.model, body, prompts.tokenizer, encoded)
         matcher = None

@@ -57,13 +57,18 @@ class Scheduler:
         """Start the thread, which first warms up."""
         self._thread.start()
 
-    def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue a request's prompts, all or none; raise BusyError or UnavailableError."""
+    def check(self, prompts: int) -> None:
+        """Raise BusyError or UnavailableError if so many prompts cannot be queued now."""
         with self._wake:
             if self._stopping or not self.ready.is_set() or self.failure is not None:
                 raise UnavailableError
-            if len(self._waiting) + len(jobs) > self.limits.waiting + self._free:
+            if len(self._waiting) + prompts > self.limits.waiting + self._free:
                 raise BusyError
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue a request's prompts, all or none; raise as `check` does."""
+        with self._wake:
+            self.check(len(jobs))
             self._waiting += jobs
             self._wake.notify()
 
