@@ -208,6 +208,7 @@ def _check_model(name: str | None, service: Service) -> None:
 
 def _add_completions(app: FastAPI, scheduler: Scheduler, service: Service) -> None:
     prompts = Prompts(scheduler.engine, scheduler.limits)
+    scheduler.prepare = lambda: prompts.matcher({})  # makes the tables that every schema needs
     compiler = concurrent.futures.ThreadPoolExecutor(1, "grammar")
 
     @app.post("/v1/completions")

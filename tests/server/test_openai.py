@@ -107,12 +107,14 @@ def test_nothing_is_compiled_after_the_warm_up(served: Served, monkeypatch):
     penalised = {"temperature": 0.9, "presence_penalty": 0.5, "logprobs": 2}
     shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
     chat = {"model": "small", "messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
+    tables = "infinigen_jax.server.grammar.LLTokenizer"
     with serving(engine=engine) as server, concurrent.futures.ThreadPoolExecutor(4) as pool:
         for settings in ({}, {"temperature": 1}, penalised):
             server.complete(PROMPT, **settings)  # alone
             answers = [pool.submit(server.complete, LONG, **settings) for _ in range(4)]
             server.complete(PROMPT, **settings, max_tokens=60)
             assert all(answer.result() for answer in answers)
+        monkeypatch.setattr(tables, None)
         server.client.chat.completions.create(**chat, response_format=shape)
         assert server.scheduler.late_compilations == 0
 
