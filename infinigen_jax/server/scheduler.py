@@ -61,7 +61,7 @@ class Scheduler:
         self._thread.start()
 
     def check(self, prompts: int) -> None:
-        """Raise BusyError or UnavailableError if so many prompts cannot be queued now."""
+        """Raise BusyError or UnavailableError if this number of prompts cannot be queued."""
         with self._wake:
             if self._stopping or not self.ready.is_set() or self.failure is not None:
                 raise UnavailableError

@@ -114,6 +114,7 @@ def test_nothing_is_compiled_after_the_warm_up(served: Served, monkeypatch):
             answers = [pool.submit(server.complete, LONG, **settings) for _ in range(4)]
             server.complete(PROMPT, **settings, max_tokens=60)
             assert all(answer.result() for answer in answers)
+        list(server.complete(PROMPT, stream=True, extra_body={"heat_map": True}))
         monkeypatch.setattr(tables, None)
         server.client.chat.completions.create(**chat, response_format=shape)
         assert server.scheduler.late_compilations == 0
@@ -228,6 +229,16 @@ def test_a_heat_map_has_the_fetched_rows_of_each_token(served: Served):
         assert heat.max() <= heads and not heat[:, ~eligible].any()
         shares.append(heat.sum() / (heat.size * heads))
     assert min(shares) > 0 and usage["fetched_fraction"] == pytest.approx(np.mean(shares))
+
+
+def test_a_heat_map_that_would_be_too_large_is_left_out(served: Served, monkeypatch):
+    """The answer goes on without."""
+    begun = len(served.engine.encode(LONG))
+    monkeypatch.setattr("infinigen_jax.server.batch.MOST_HEAT", begun + 3)
+    options = {"stream": True, "extra_body": {"heat_map": True}}
+    _, *answer = (part.infinigen for part in served.complete(LONG, **options))
+    cached = [None, *range(begun, begun + 4), *[None] * 15]
+    assert [info.get("tokens") for info in answer] == cached
 
 
 BOOK = {

@@ -165,7 +165,7 @@ function paint() {
   });
   const touched = sums.filter((sum) => sum).length;
   $("share").textContent = `${touched} of ${heat.tokens} cached tokens fetched`;
-  $("token").textContent = texts[texts.length - 1];
+  $("token").textContent = heat.token; // not always the last one: some have no heat map
 }
 
 function reset() {
