@@ -75,6 +75,7 @@ class Run(Batch):
         self.max_new_tokens = max_new_tokens
         self.prompt_lengths = np.array([len(p) for p in prompts], np.int32)
         self._prompts, self._sampling = prompts, sampling
+        self._kind = all(s.greedy for s in sampling), any(s.penalises for s in sampling)
         self._streams = repetitions(prompts, sampling)
         longest = int(self.prompt_lengths.max())
 
@@ -129,7 +130,7 @@ class Run(Batch):
             [self._prompts[i] for i in numbers],
             [self._streams[i] for i in numbers],
             drawn,
-            others=self._sampling,
+            *self._kind,
         )
 
     def _draw(self, sampler: Sampler, given: Prefilled | Stepped) -> Drawn:

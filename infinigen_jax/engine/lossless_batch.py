@@ -4,7 +4,7 @@ All sequences of a round draft the same number of tokens, and each accepts its o
 sequence do not depend on the others, as the full model draws them.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -71,14 +71,16 @@ class LosslessBatch(OpenBatch):
         values = self._rounds.log_probs(judged, sampler) if log_probs else None
         return Round(np.asarray(verdict.drawn), counts, values, judged.drafted, cached)
 
-    def warm_up(self, sampler: Sampler, watch: Watch | None = None) -> None:
-        """Compile and time the programs for the kind of draws that a sampler makes."""
+    def warm_up(self, sampler: Sampler, watch: Watch | None = None) -> list[tuple[Any, ...]]:
+        """Compile and time the programs for the kind of draws that a sampler makes.
+
+        Return the records of `watch`, if any.
+        """
         self.rest()
         given = self._given(sampler)
         self._rounds.warm_up(given, sampler)
         self._rounds.warm_up_draft(given)
-        if watch is not None:
-            self._rounds.warm_up_draft(given, watch)
+        return [] if watch is None else self._rounds.warm_up_draft(given, watch).records
 
     def _given(self, sampler: Sampler) -> Given:
         room, owner = self._rounds.put(self.room.copy()), np.where(self.active, 0, -1)

@@ -197,8 +197,8 @@ class Rounds:
                 self.log_probs(judged, sampler)
             self.length.time_verification(size, seconds)
 
-    def warm_up_draft(self, given: Given, watch: Watch | None = None) -> None:
-        """Compile and time the longest draft; it changes nothing."""
+    def warm_up_draft(self, given: Given, watch: Watch | None = None) -> Drafted:
+        """Compile and time the longest draft, and return it; it changes nothing."""
         for _ in range(2):
             began = time.perf_counter()
             drafted = self._draft(given, self.length.most, watch)
@@ -206,3 +206,4 @@ class Rounds:
             seconds = time.perf_counter() - began
         if watch is None:
             self.length.time_draft(drafted.count, seconds)
+        return drafted

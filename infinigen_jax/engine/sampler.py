@@ -53,8 +53,9 @@ class Sampler:
     Args:
         prompts: tokens of each sequence so far, for the repetition penalty.
         streams: stream of random numbers of each sequence; 0 by default, see `sampling.uniforms`.
-        others: settings of sequences that may join; they count for the kind of the batch from the
-            beginning, so that it never changes.
+        greedy, penalises: whether all sequences that may join are greedy, and whether one of them
+            has penalties; they count for the kind of the batch from the beginning, so that it never
+            changes.
     """
 
     def __init__(
@@ -65,11 +66,11 @@ class Sampler:
         prompts: Sequence[Sequence[int]],
         streams: Sequence[int] | None = None,
         drawn: int = 0,
-        others: Sequence[Sampling] = (),
+        greedy: bool = True,
+        penalises: bool = False,
     ):
-        self._at, self._programs, self._others = Placement(mesh), sampling_programs(mesh), others
-        self._others_greedy = all(other.greedy for other in others)
-        self._others_penalise = any(other.penalises for other in others)
+        self._at, self._programs = Placement(mesh), sampling_programs(mesh)
+        self._others = greedy, penalises
         self._vocabulary, self._sampling = vocabulary, list(samplings)
         self._streams = np.array(streams or [0] * len(self._sampling), np.int32)
         self._steps = np.full(len(self._sampling), drawn, np.int32)
@@ -81,12 +82,12 @@ class Sampler:
     @property
     def greedy(self) -> bool:
         """Whether the most likely token of every sequence is taken."""
-        greedy = self._others_greedy and all(sampling.greedy for sampling in self._sampling)
+        greedy = self._others[0] and all(sampling.greedy for sampling in self._sampling)
         return greedy and not self._penalises
 
     @property
     def _penalises(self) -> bool:
-        return self._others_penalise or any(sampling.penalises for sampling in self._sampling)
+        return self._others[1] or any(sampling.penalises for sampling in self._sampling)
 
     def draw(
         self,
@@ -144,7 +145,7 @@ class Sampler:
         stream, drawn = int(self._streams[sequence]), int(self._steps[sequence])
         sampling = [self._sampling[sequence]]
         fixed = self._at.mesh, self._vocabulary
-        one = Sampler(*fixed, sampling, [()], [stream], drawn, self._others)
+        one = Sampler(*fixed, sampling, [()], [stream], drawn, *self._others)
         if one._history is not None:
             at = jax.device_put(np.int32(sequence), self._at.whole)
             one._history = self._programs.take(self._history, at)

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Int, UInt8
 
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.decode.state import Counts
@@ -30,6 +31,7 @@ from infinigen_jax.server.metrics import Metrics
 from infinigen_jax.settings.sampling import MOST_LOG_PROBS, Sampling
 
 COPIED = 1024  # tokens whose rows are copied in about the time of a step
+MOST_HEAT = 32_768  # cached tokens of a step with a heat map: some megabytes for each token
 
 # One for each program of `Sampler`.
 SAMPLINGS = (Sampling(), Sampling(temperature=1.0), Sampling(presence_penalty=1.0))
@@ -182,8 +184,10 @@ class ServedBatch(abc.ABC):
         return any(each.job.top is not None for each in self.running.values())
 
     @property
-    def _wants_heat(self) -> bool:
-        return any(each.job.heat for each in self.running.values())
+    def _wants_heat(self) -> list[int]:
+        """Sequences whose next step has a heat map."""
+        cached = self.live.cached
+        return [i for i, a in self.running.items() if a.job.heat and cached[i] <= MOST_HEAT]
 
     def _sampler_of(
         self,
@@ -209,18 +213,21 @@ class ServedBatch(abc.ABC):
 
 
 class Unread(NamedTuple):
-    """A step in progress, its sequences' answers, and the number of tokens cached before it."""
+    """A step in progress, its sequences' answers, and the number of tokens cached before it.
+
+    `heats` are the heat maps of the sequences that have one, with room for all tokens.
+    """
 
     counts: Counts
-    records: Sequence[Any]
+    heats: dict[int, Array | None]
     running: dict[int, Answer]
     cached: np.ndarray
 
     def heat(self, answer: Answer) -> np.ndarray | None:
-        """Return the heat map of an answer; None if there is none, or it was not watched."""
-        for sequence, each in self.running.items():
-            if each is answer:
-                return heat_of(self.records, sequence, int(self.cached[sequence]))
+        """Return the heat map of an answer, [l, t] uint8; None if there is none."""
+        for sequence, heat in self.heats.items():
+            if self.running[sequence] is answer:
+                return _read_heat(heat, int(self.cached[sequence]))
         return None
 
 
@@ -240,8 +247,11 @@ class SteppedBatch(ServedBatch):
         tokens, log_probs = self._sampler.draw(*given, log_probs=self._wants_scores)
         before, running = self._unread, dict(self.running)
         cached = self.live.cached
-        stepped = self.live.step(tokens, watch_heat if self._wants_heat else None)
-        self._unread = Unread(stepped.counts, stepped.records, running, cached)
+        wanted = self._wants_heat
+        stepped = self.live.step(tokens, watch_heat if wanted else None)
+        # Before the next step, for which they would otherwise wait.
+        heats = {sequence: heat_of(stepped.records, sequence) for sequence in wanted}
+        self._unread = Unread(stepped.counts, heats, running, cached)
         drawn = np.asarray(tokens)
         if before is not None:
             self._count_rows(before.counts, before.running, before.cached)
@@ -279,7 +289,7 @@ class SteppedBatch(ServedBatch):
             self.live.step(drawn.tokens)
             yield
         if self._heat_maps:
-            self.live.step(self.live.best, watch_heat)
+            heat_of(self.live.step(self.live.best, watch_heat).records, 0)
         jax.block_until_ready((drawn, self.live.logits))
 
 
@@ -303,7 +313,8 @@ class RoundBatch(ServedBatch):
                     yield NewToken(sequence, each, int(np.asarray(drawn.tokens)[0]), choice, None)
         if not self.live.active.any():
             return
-        running, watch = dict(self.running), watch_heat if self._wants_heat else None
+        running, wanted = dict(self.running), self._wants_heat
+        watch = watch_heat if wanted else None
         round_ = self.live.round(self._sampler, log_probs=self._wants_scores, watch=watch)
         self._count(round_, running)
         for place in range(int(round_.counts.max())):
@@ -311,9 +322,9 @@ class RoundBatch(ServedBatch):
                 if place < round_.counts[sequence]:
                     scores = None if round_.log_probs is None else round_.log_probs[place]
                     choice, heat = _choice(scores, each.job, sequence), None
-                    if each.job.heat and place < round_.drafted.count:
-                        records = round_.drafted.records[place]
-                        heat = heat_of(records, sequence, int(round_.cached[sequence]) + place)
+                    if sequence in wanted and place < round_.drafted.count:
+                        made = heat_of(round_.drafted.records[place], sequence)
+                        heat = _read_heat(made, int(round_.cached[sequence]) + place)
                     yield NewToken(
                         sequence, each, int(round_.tokens[sequence, place]), choice, heat
                     )
@@ -346,7 +357,8 @@ class RoundBatch(ServedBatch):
             self._sampler.replace(0, sampler)
             heat = self._heat_maps and sampling.greedy and not sampling.penalises
             yield
-            self.live.warm_up(self._sampler, watch_heat if heat else None)
+            for records in self.live.warm_up(self._sampler, watch_heat if heat else None):
+                heat_of(records, 0)
             yield
 
 
@@ -355,10 +367,15 @@ def served_batch(engine: Engine, limits: Limits, metrics: Metrics) -> ServedBatc
     return kind(engine, limits, metrics)
 
 
-def heat_of(records: Sequence[Any], sequence: int, cached: int) -> np.ndarray | None:
-    """Return a sequence's heat map, [l, t] uint8; None if the step was not watched."""
-    made = [np.asarray(record)[sequence, :cached] for record in records if record is not None]
-    return np.stack(made) if made else None
+@jax.jit
+def heat_of(records: Sequence[Any], sequence: Int[Array, ""]) -> UInt8[Array, "l t"] | None:
+    """Return a sequence's heat map on the device; None if no layer selects rows."""
+    made = [record[sequence] for record in records if record is not None]
+    return jnp.stack(made) if made else None
+
+
+def _read_heat(heat: Array | None, cached: int) -> np.ndarray | None:
+    return None if heat is None else np.asarray(heat)[:, :cached]
 
 
 def _choice(log_probs: LogProbs | None, job: Job, sequence: int) -> Choice | None:

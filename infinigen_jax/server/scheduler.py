@@ -7,11 +7,13 @@ a prompt per step. Prompts in progress take turns, so that a short one does not 
 """
 
 import collections
+import concurrent.futures
 import dataclasses
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -32,14 +34,15 @@ logger = logging.getLogger(__name__)
 class Scheduler:
     """Requests of a server and the thread that serves them.
 
-    `ready` is set after the warm-up, when nothing is left to compile. An error that ends the thread
-    sets its message, `failure`, and calls `failed`.
+    `ready` is set after the warm-up, when nothing is left to compile, and after `prepare`, which
+    runs meanwhile. An error that ends the thread sets its message, `failure`, and calls `failed`.
     """
 
     def __init__(self, engine: Engine, limits: Limits):
         self.engine, self.limits, self._metrics = engine, limits, Metrics(engine.decoder)
         self.ready, self.failure = threading.Event(), None
         self.failed: Callable[[], None] = lambda: None
+        self.prepare: Callable[[], Any] = lambda: None  # its errors are ignored
         self._wake = threading.Condition()
         self._stopping = False
         self._waiting: collections.deque[Job] = collections.deque()
@@ -57,13 +60,18 @@ class Scheduler:
         """Start the thread, which first warms up."""
         self._thread.start()
 
-    def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue a request's prompts, all or none; raise BusyError or UnavailableError."""
+    def check(self, prompts: int) -> None:
+        """Raise BusyError or UnavailableError if this number of prompts cannot be queued."""
         with self._wake:
             if self._stopping or not self.ready.is_set() or self.failure is not None:
                 raise UnavailableError
-            if len(self._waiting) + len(jobs) > self.limits.waiting + self._free:
+            if len(self._waiting) + prompts > self.limits.waiting + self._free:
                 raise BusyError
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue a request's prompts, all or none; raise as `check` does."""
+        with self._wake:
+            self.check(len(jobs))
             self._waiting += jobs
             self._wake.notify()
 
@@ -100,7 +108,10 @@ class Scheduler:
     def _serve(self) -> None:
         try:
             begun = time.perf_counter()
-            if not any(self._stopping for _ in self._warm_up()):
+            with concurrent.futures.ThreadPoolExecutor(1, "prepare") as pool:
+                pool.submit(self.prepare)
+                stopped = any(self._stopping for _ in self._warm_up())
+            if not stopped:
                 self._compiled = compilations()
                 self.ready.set()
                 logger.info("ready after %.1f s", time.perf_counter() - begun)

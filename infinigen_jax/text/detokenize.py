@@ -13,8 +13,10 @@ MOST_HELD = 8  # tokens held back
 
 def checked_text(parameter: str, text: str) -> str:
     """Return a text; refuse lone surrogates, which stand for bytes that are not UTF-8."""
-    if any("\ud800" <= c <= "\udfff" for c in text):
-        raise ParameterError(parameter, "not UTF-8 text; convert it first")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ParameterError(parameter, "not UTF-8 text; convert it first") from None
     return text
 
 

@@ -33,7 +33,9 @@ class Texts:
         `ended` says whether a sequence gets no more tokens.
         """
         pieces = [""] * len(tokens)
-        for i, token in enumerate(tokens):
+        new = {i for i, token in enumerate(tokens) if token is not None}
+        for i in new | self._streams.keys():
+            token = tokens[i]
             if token is not None and self._tokenizer is not None:
                 stream = self._streams.get(i) or TextStream(self._tokenizer, self._contexts[i])
                 self._streams[i] = stream

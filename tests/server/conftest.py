@@ -39,6 +39,7 @@ def late_compilations(server: Served) -> int:
             answers = [pool.submit(server.complete, LONG, **settings) for _ in range(4)]
             server.complete(PROMPT, **settings, max_tokens=60)
             assert all(answer.result() for answer in answers)
+    list(server.complete(PROMPT, stream=True, extra_body={"heat_map": True}))
     server.client.chat.completions.create(**chat, response_format=shape)
     return server.scheduler.late_compilations
 
@@ -73,6 +74,8 @@ def served(small_folder: Path, running: dict[str, Any]) -> Served:
         # Before other tests compile a program that the warm-up may lack; none is read from disk.
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("infinigen_jax.programs.program.program_folder", lambda: None)
+            # The tables of schemas are made before the server is ready, too.
+            patch.setattr("infinigen_jax.server.grammar.LLTokenizer", None)
             running["late"] = late_compilations(running["served"])
     return running["served"]
 

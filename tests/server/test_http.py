@@ -214,7 +214,10 @@ def job(most: int, send: Any, tokens: int = 5) -> Job:
 
 
 def test_full_queue_and_shutdown(served: Served, monkeypatch):
-    """Waiting requests are bounded, and those that are unfinished at the end fail."""
+    """Waiting requests are bounded, and those that are unfinished at the end fail.
+
+    Requests that cannot wait are refused before their prompts are read.
+    """
     with serving(waiting=1, prefix_bytes=0) as server:
         ended: list[Any] = []
         scheduler = server.scheduler
@@ -242,6 +245,9 @@ def test_full_queue_and_shutdown(served: Served, monkeypatch):
         status, headers, content = server.request("POST", "/v1/completions", BODY)
         assert (status, headers["retry-after"]) == (429, "1")
         assert content["error"]["type"] == "rate_limit_error"
+        long = {"messages": [USER | {"content": "x" * 10**6}]}
+        for path, body in (("completions", {"prompt": [99_999]}), ("chat/completions", long)):
+            assert server.request("POST", f"/v1/{path}", body)[0] == 429
     assert ended and all(isinstance(error, UnavailableError) for error in ended)
     with pytest.raises(UnavailableError):
         scheduler.submit([job(1, send)])

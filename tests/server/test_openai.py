@@ -216,6 +216,16 @@ def test_a_heat_map_has_the_fetched_rows_of_each_token(served: Served):
     assert min(shares) > 0 and usage["fetched_fraction"] == pytest.approx(np.mean(shares))
 
 
+def test_a_heat_map_that_would_be_too_large_is_left_out(served: Served, monkeypatch):
+    """The answer goes on without."""
+    begun = len(served.engine.encode(LONG))
+    monkeypatch.setattr("infinigen_jax.server.batch.MOST_HEAT", begun + 3)
+    options = {"stream": True, "extra_body": {"heat_map": True}}
+    _, *answer = (part.infinigen for part in served.complete(LONG, **options))
+    cached = [None, *range(begun, begun + 4), *[None] * 15]
+    assert [info.get("tokens") for info in answer] == cached
+
+
 BOOK = {
     "title": "book",
     "type": "object",

@@ -12,6 +12,7 @@ from llguidance import LLMatcher, LLParserLimits
 from serving import PROMPT, TEMPLATE, Served
 
 from infinigen_jax.server.grammar import Grammars
+from infinigen_jax.server.wire import Wire
 
 TOOLS: Any = [
     {
@@ -56,20 +57,22 @@ def test_answers_follow_a_schema(served: Served, sampling):
     assert served.scheduler.late_compilations == before
 
 
-def test_a_schema_that_takes_long_holds_up_no_other_request(served: Served, monkeypatch):
+@pytest.mark.parametrize(("kind", "name"), [(Grammars, "matcher"), (Wire, "whole")])
+def test_what_takes_long_holds_up_no_other_request(served: Served, monkeypatch, kind, name):
+    """The automaton of a schema, and a whole answer with its log-probabilities."""
     began, ended = threading.Event(), threading.Event()
-    matcher = Grammars.matcher
+    work = getattr(kind, name)
 
-    def slow(grammars: Grammars, schema: Any) -> LLMatcher:
+    def slow(*arguments: Any) -> Any:
         began.set()
         assert ended.wait(60)
-        return matcher(grammars, schema)
+        return work(*arguments)
 
-    monkeypatch.setattr(Grammars, "matcher", slow)
+    monkeypatch.setattr(kind, name, slow)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(ask, served, response_format={"type": "json_object"})
         assert began.wait(60)
-        assert ask(served).choices and not waiting.done()
+        assert list(ask(served, stream=True)) and not waiting.done()
         ended.set()
         assert waiting.result().choices
 

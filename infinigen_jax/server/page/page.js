@@ -4,7 +4,7 @@ const $ = (id) => document.getElementById(id);
 const LONGEST = 65536; // characters of a conversation whose heat maps are small enough to show
 let messages = [];
 let texts = []; // of all tokens of the conversation so far
-let heat = null; // of the last token: {heads: bytes [layers x tokens], layers, tokens}
+let heat = null; // of the last token that has one: {token, heads: bytes [layers x tokens], layers, tokens}
 let controller = null;
 let model = "";
 let drawing = false;
@@ -165,7 +165,7 @@ function paint() {
   });
   const touched = sums.filter((sum) => sum).length;
   $("share").textContent = `${touched} of ${heat.tokens} cached tokens fetched`;
-  $("token").textContent = texts[texts.length - 1];
+  $("token").textContent = heat.token;
 }
 
 function reset() {
