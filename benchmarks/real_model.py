@@ -90,6 +90,7 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
         "1-int4": f"{CONTEXTS} --systems {small}",
         "4-int4": f"1024 4096 --systems {small} --batch 4",
         "4-int4-7680": f"7680 --systems {small} --batch 4",
+        "8-int4": f"1024 4096 --systems {small} --batch 8",
         "1-bfloat16": f"{CONTEXTS} --systems infinigen llama.cpp-f16 --weight-dtype bfloat16",
         "1-llama": f"{CONTEXTS} --systems {llama}",
         "4-llama": f"{CONTEXTS} --systems {llama} --batch 4",
