@@ -215,8 +215,8 @@ def _add_completions(app: FastAPI, scheduler: Scheduler, service: Service) -> No
     async def completions(body: Completion, request: Request) -> Response:
         """Continue one or several prompts."""
         _check_model(body.model, service)
-        # Tokenising takes long. More prompts than may ever wait are refused by another error.
-        scheduler.check(min(len(body.prompts), scheduler.limits.waiting))
+        if len(body.prompts) <= scheduler.limits.waiting:  # more are refused by another error
+            scheduler.check(len(body.prompts))  # before they are tokenised, which takes long
         encoded = await asyncio.to_thread(prompts.completion, body)
         wire = CompletionWire(service.model, body, prompts.tokenizer, encoded)
         return await _answer(scheduler, request, wire, prompts.jobs(body, encoded))
@@ -239,7 +239,7 @@ def _add_completions(app: FastAPI, scheduler: Scheduler, service: Service) -> No
 async def _answer(scheduler: Scheduler, request: Request, wire: Wire, jobs: list[Job]) -> Response:
     """Submit the jobs of a request, and stream or collect their pieces."""
     exchange = Exchange(scheduler, request, jobs)
-    scheduler.submit(jobs)
+    exchange.submit()
     if wire.body.stream:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         events = _events(exchange, wire)
@@ -249,8 +249,8 @@ async def _answer(scheduler: Scheduler, request: Request, wire: Wire, jobs: list
             wire.add(prompt, piece)
     except GoneError:
         return Response(status_code=499)
-    # Log-probabilities take long. In a thread, they delay no other request, except for the text in
-    # JSON, which `to_json` makes five times as fast as `json`.
+    # Log-probabilities take long, so they are made in a thread. Only `to_json` holds the
+    # interpreter's lock meanwhile; it is five times as fast as `json`.
     content = await asyncio.to_thread(lambda: to_json(wire.whole(jobs)))
     return Response(content, media_type="application/json")
 
@@ -296,13 +296,16 @@ class Exchange:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(self._queue.put_nowait, (number, piece))
 
+    def submit(self) -> None:
+        """Submit the jobs; they are cancelled if the client goes away."""
+        self._scheduler.submit(self.jobs)
+        self._gone = asyncio.ensure_future(self._watch())
+
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """Yield pieces with the number of their job; cancel the jobs if the caller ends early.
 
         Raise GoneError if the client goes away.
         """
-        gone = asyncio.ensure_future(self._gone())
-        gone.add_done_callback(lambda _: self._queue.put_nowait((0, GoneError())))
         left = sum(job.answers for job in self.jobs)
         try:
             while left:
@@ -312,11 +315,17 @@ class Exchange:
                 left -= piece.finish is not None
                 yield number, piece
         finally:
-            gone.cancel()
+            self._gone.cancel()
             if left:
-                for job in self.jobs:
-                    self._scheduler.cancel(job)
+                self._cancel()
 
-    async def _gone(self) -> None:
+    def _cancel(self) -> None:
+        for job in self.jobs:
+            self._scheduler.cancel(job)
+
+    async def _watch(self) -> None:
+        """Cancel the jobs when the client goes away, whether or not its answer has begun."""
         while (await self._request.receive())["type"] != "http.disconnect":
             pass
+        self._cancel()
+        self._queue.put_nowait((0, GoneError()))

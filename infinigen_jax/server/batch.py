@@ -31,7 +31,7 @@ from infinigen_jax.server.metrics import Metrics
 from infinigen_jax.settings.sampling import MOST_LOG_PROBS, Sampling
 
 COPIED = 1024  # tokens whose rows are copied in about the time of a step
-MOST_HEAT = 32_768  # cached tokens of a step with a heat map: some megabytes for each token
+MOST_HEAT = 32_768  # cached tokens of a step with a heat map; one of more takes many megabytes
 
 # One for each program of `Sampler`.
 SAMPLINGS = (Sampling(), Sampling(temperature=1.0), Sampling(presence_penalty=1.0))

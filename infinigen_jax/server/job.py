@@ -87,8 +87,8 @@ class Job:
 class Intake:
     """Prompt that is read, or complete and waiting for sequences.
 
-    `node` holds the tokens read so far in the prefix cache; its chunks in `stored` are still to be
-    copied from there. `joined` answers have a sequence.
+    `node` is that of the prefix cache at the end of the tokens read so far; `stored` are the nodes
+    before it that are still to be copied. `joined` answers have a sequence.
     """
 
     job: Job

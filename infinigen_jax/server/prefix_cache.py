@@ -8,8 +8,8 @@ that continues after it is read as if it had been read whole: equal states, equa
 are not stored, because decode steps compute their rows from the rows fetched at the time.
 
 A node keeps two kinds of arrays. Of arrays with an element for each token (rows, index) or block
-(sums of a tail), it has those that the chunk may change. The others (recent rows, scales) are kept
-as they were at the chunk's end. Copying a chunk to a cache takes as long for every capacity.
+(sums of a tail), it keeps the elements that the chunk may change. The others (recent rows, scales)
+are kept as they were at the chunk's end. The time to copy a chunk does not depend on the capacity.
 """
 
 import functools
@@ -75,7 +75,10 @@ class PrefixCache:
         traced = (make(batch=1, capacity=n, slots=n) for n in (capacity, 2 * capacity))
         small, large = (each.out_info for each in traced)
         sums = [each.left for each in small.local if isinstance(each, Resident)]
-        observed = small.states if decoder.policy.observes else ()
+        # States may change as a whole, or consist of other numbers than 0 where they are empty.
+        empty = jax.tree.leaves(decoder.policy.init(decoder.config, 1, capacity))
+        changing = decoder.policy.observes or any(np.any(x) for x in empty)
+        observed = small.states if changing else ()
         by_block, whole = ({id(x) for x in jax.tree.leaves(tree)} for tree in (sums, observed))
         slots = decoder.slots
 
@@ -119,8 +122,10 @@ class PrefixCache:
         """Fill an empty cache with what does not consist of chunks; `fill` adds these."""
         if not node.arrays:
             return cache
-        pairs = zip(node.arrays, self._axes, strict=False)
-        return filled(cache, cache.host, (None if axis.tokens else x for x, axis in pairs))
+        leaves = jax.tree.leaves(kept(cache))
+        parts = zip(node.arrays, self._axes, leaves, strict=False)
+        whole = (None if axis.tokens else axis.whole(x, leaf) for x, axis, leaf in parts)
+        return filled(cache, cache.host, whole)
 
     def fill(self, node: Node, cache: Cache) -> Cache:
         """Write the chunk of a node to a cache that has those before it; the cache is donated."""
@@ -223,6 +228,14 @@ class _Axis(NamedTuple):
             return 0, self.length
         count = (size + self.late + 2 * (self.tokens - 1)) // self.tokens
         return max(0, min(self.held(node)[0], self.length - count)), min(count, self.length)
+
+    def whole(self, array: np.ndarray, empty: Any) -> np.ndarray:
+        """Return an array of all elements, the leading ones from `array`."""
+        if array.shape == empty.shape:
+            return array
+        whole = np.array(empty)
+        self.of(whole, 0, array.shape[self.number])[...] = array
+        return whole
 
     def of(self, array: np.ndarray, begin: int, end: int) -> np.ndarray:
         """Return a view of a range of elements."""

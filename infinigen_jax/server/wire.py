@@ -32,7 +32,7 @@ class Wire(abc.ABC):
         count = len(encoded) * body.answers
         self._texts, self._finishes = [""] * count, [""] * count
         self._scores: list[list[TokenScore]] = [[] for _ in range(count)]
-        self._text = functools.cache(self._decoded)
+        self._text = functools.cache(functools.partial(_alone, tokenizer))
 
     def number(self, prompt: int, choice: int) -> int:
         """Return the index of a choice among the choices of all prompts."""
@@ -96,10 +96,10 @@ class Wire(abc.ABC):
     def _log_probs(self, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
         """Return the log-probabilities of tokens, if requested."""
 
-    def _decoded(self, token: int) -> str:
-        """Return a token's text after another token: a space at the start may be stripped."""
-        alone = self._tokenizer.decode([token])
-        return self._tokenizer.decode([token, token])[len(alone) :]
+
+def _alone(tokenizer: Any, token: int) -> str:
+    """Return a token's text after another token: a space at the start may be stripped."""
+    return tokenizer.decode([token, token])[len(tokenizer.decode([token])) :]
 
 
 class CompletionWire(Wire):

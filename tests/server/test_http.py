@@ -282,7 +282,7 @@ def test_clients_that_die_at_any_point(served: Served):
             assert answer["choices"][0]["text"] == expected
     names = "infinigen_running_answers", "infinigen_waiting_requests"
     served.wait(lambda: not any(map(served.metric, names)))
-    assert cancelled() > before  # an answer is not computed to its end
+    assert cancelled() > before + 2  # their answers are not computed to the end
 
 
 def test_not_ready_before_the_warm_up(served: Served):

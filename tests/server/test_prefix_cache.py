@@ -10,7 +10,7 @@ from runtime import SPARSE, TAILED, engine
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.live_batch import Reading
 from infinigen_jax.engine.snapshot import kept
-from infinigen_jax.policies.h2o import H2O
+from infinigen_jax.policies import H2O, Quest
 from infinigen_jax.prefill.prefill import empty_cache
 from infinigen_jax.server.prefix_cache import Node, PrefixCache
 
@@ -42,6 +42,8 @@ def stored(prefixes: PrefixCache, tokens: np.ndarray) -> int:
         pytest.param(SPARSE, {}, id="exact"),
         pytest.param(TAILED, {"rows": "int8", "hot_set": 1.5}, id="int8-tail"),
         pytest.param(dataclasses.replace(TAILED, tail_tokens=1), {}, id="tail-by-token"),
+        pytest.param(Quest(budget=0.2, window=4), {}, id="bounds-of-pages"),
+        pytest.param(Quest(budget=0.2, window=4, page=1), {}, id="page-1", marks=pytest.mark.slow),
         pytest.param(H2O(budget=0.2, window=4), {}, id="observing", marks=pytest.mark.slow),
     ],
 )
