@@ -3,13 +3,11 @@
 It is computed between the layers of a layerwise step, from the step's own requests.
 """
 
-import functools
-
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, UInt8
 
 from infinigen_jax.cache.host_array import capacity_of
+from infinigen_jax.decode.compiled import compiled
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Carry
 from infinigen_jax.decode.steps import Watched
@@ -20,7 +18,7 @@ def watch_heat(decoder: Decoder, watched: Watched) -> tuple[Carry, UInt8[Array, 
     return watched.after, None if watched.selection is None else _heat(decoder, watched)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@compiled(lambda at: at.batch)
 def _heat(decoder: Decoder, watched: Watched) -> UInt8[Array, "b t"]:
     assert watched.host is not None
     capacity = capacity_of(watched.host, len(watched.positions))

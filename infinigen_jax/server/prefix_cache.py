@@ -12,7 +12,6 @@ A node keeps two kinds of arrays. Of arrays with an element for each token (rows
 are kept as they were at the chunk's end. The time to copy a chunk does not depend on the capacity.
 """
 
-import functools
 import itertools
 import sys
 from typing import Any, NamedTuple
@@ -23,10 +22,11 @@ from jax import lax
 
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.layers import Resident
+from infinigen_jax.decode.compiled import compiled
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.engine.live_batch import Reading, chunk_lengths
 from infinigen_jax.engine.snapshot import fill_rows, filled, kept, with_kept
-from infinigen_jax.prefill import compiled
+from infinigen_jax.prefill import compiled as prefill
 from infinigen_jax.prefill.prefill import empty_cache
 
 
@@ -71,7 +71,7 @@ class PrefixCache:
         self._decoder, self._capacity, self._chunk, self._limit = decoder, capacity, chunk, limit
         self._root, self._nodes = Node(None, np.zeros(0, np.int32)), set[Node]()
         self._clock = itertools.count(1)
-        make = compiled.empty.of(decoder).trace
+        make = prefill.empty.of(decoder).trace
         traced = (make(batch=1, capacity=n, slots=n) for n in (capacity, 2 * capacity))
         small, large = (each.out_info for each in traced)
         sums = [each.left for each in small.local if isinstance(each, Resident)]
@@ -133,13 +133,11 @@ class PrefixCache:
         if host is not None:
             start, rows = _elements(node, self._rows, -1, size)
             host = fill_rows(self._decoder, host, 0, start, rows, size)
-        places = [i for i, axis in enumerate(self._axes) if axis.tokens]
-        axes, old = [self._axes[i] for i in places], [leaves[i] for i in places]
-        parts = [_elements(node, self._axes[i], i, size) for i in places]
-        put = _put(tuple(axis.number for axis in axes), tuple(leaf.sharding for leaf in old))
-        new = put(old, [array for _, array in parts], np.array([at for at, _ in parts], np.int32))
-        for i, leaf in zip(places, new, strict=True):
-            leaves[i] = leaf
+        for i, axis in enumerate(self._axes):
+            if axis.tokens:
+                start, part = _elements(node, axis, i, size)
+                given = leaves[i], part, np.int32(start)
+                leaves[i] = _put(self._decoder, *given, axis=axis.number)
         return with_kept(cache, host, leaves)
 
     def store(self, node: Node, reading: Reading) -> Node | None:
@@ -180,11 +178,14 @@ class PrefixCache:
 
     def _copy(self, node: Node, cache: Cache) -> None:
         """Copy the chunk that a cache ends with to a node."""
-        starts, counts = zip(*(x.span(node, self._size(node)) for x in self._axes), strict=True)
-        cut = _cut(tuple(axis.number for axis in self._axes), counts)
-        arrays = jax.device_get(cut(jax.tree.leaves(kept(cache)), np.array(starts, np.int32)))
-        for axis, array, start in zip(self._axes, arrays, starts, strict=True):
-            first, end = axis.held(node)
+        leaves = jax.tree.leaves(kept(cache))
+        for i, axis in enumerate(self._axes):
+            if axis.tokens:
+                start, count = axis.span(node, self._size(node))
+                given = self._decoder, leaves[i], np.int32(start)
+                leaves[i] = _cut(*given, axis=axis.number, count=count)
+        for axis, array in zip(self._axes, jax.device_get(leaves), strict=True):
+            start, (first, end) = axis.span(node, self._size(node))[0], axis.held(node)
             node.arrays.append(axis.of(array, first - start, end - start).copy())
         if cache.host is not None:
             rows = np.asarray(cache.host)[:, 0]
@@ -261,23 +262,13 @@ def _elements(node: Node, axis: _Axis, number: int, size: int) -> tuple[int, np.
     return start, elements
 
 
-@functools.lru_cache(maxsize=64)
-def _cut(axes: tuple[int, ...], counts: tuple[int, ...]) -> Any:
-    """Return a compiled function that cuts elements out of arrays."""
-
-    def cut(leaves: list[Any], starts: Any) -> list[Any]:
-        places = zip(leaves, starts, counts, axes, strict=True)
-        return [lax.dynamic_slice_in_dim(*place) for place in places]
-
-    return jax.jit(cut)
+@compiled(lambda at: at.rows, static_argnames=("axis", "count"))
+def _cut(decoder: Decoder, leaf: Any, start: Any, *, axis: int, count: int) -> Any:
+    """Cut elements out of an array."""
+    return lax.dynamic_slice_in_dim(leaf, start, count, axis)
 
 
-@functools.lru_cache(maxsize=64)
-def _put(axes: tuple[int, ...], shardings: tuple[Any, ...]) -> Any:
-    """Return a compiled function that writes parts to arrays, which are donated."""
-
-    def put(leaves: list[Any], parts: list[Any], starts: Any) -> list[Any]:
-        places = zip(leaves, parts, starts, axes, strict=True)
-        return [lax.dynamic_update_slice_in_dim(*place) for place in places]
-
-    return jax.jit(put, donate_argnums=0, out_shardings=list(shardings))
+@compiled(lambda at: at.rows, donate_argnums=0, static_argnames="axis")
+def _put(decoder: Decoder, leaf: Any, part: Any, start: Any, *, axis: int) -> Any:
+    """Write elements to an array, which is donated."""
+    return lax.dynamic_update_slice_in_dim(leaf, part, start, axis)
