@@ -92,16 +92,18 @@ def with_kept(cache: Cache, host: Any, leaves: Iterable[Any]) -> Cache:
 
 
 def filled(cache: Cache, host: Any, stored: Iterable[np.ndarray | None]) -> Cache:
-    """Return an empty cache with `host` and the stored arrays of `kept`, padded to its shapes.
+    """Return an empty cache with `host`, whose arrays of `kept` begin with the stored ones.
 
     Arrays that are None stay empty.
     """
     leaves = jax.tree.leaves(kept(cache))
     for i, (leaf, array) in enumerate(zip(leaves, stored, strict=True)):
         if array is not None:
-            padding = [(0, n - m) for n, m in zip(leaf.shape, array.shape, strict=True)]
-            array = np.pad(array, padding).view(leaf.dtype)
-            leaves[i] = jax.device_put(array, leaf.sharding, may_alias=False)  # it will be donated
+            whole = array.view(leaf.dtype)
+            if array.shape != leaf.shape:  # not all arrays are 0 where they are empty
+                whole = np.array(leaf)
+                whole[tuple(map(slice, array.shape))] = array.view(leaf.dtype)
+            leaves[i] = jax.device_put(whole, leaf.sharding, may_alias=False)  # it will be donated
     return with_kept(cache, host, leaves)
 
 

@@ -88,7 +88,7 @@ class Intake:
     """Prompt that is read, or complete and waiting for sequences.
 
     `node` is that of the prefix cache at the end of the tokens read so far; `stored` are the nodes
-    before it that are still to be copied. `joined` answers have a sequence.
+    up to it that are still to be copied. `joined` answers have a sequence.
     """
 
     job: Job

@@ -77,9 +77,9 @@ class PrefixCache:
         sums = [each.left for each in small.local if isinstance(each, Resident)]
         # States may change as a whole, or consist of other numbers than 0 where they are empty.
         empty = jax.tree.leaves(decoder.policy.init(decoder.config, 1, capacity))
-        changing = decoder.policy.observes or any(np.any(x) for x in empty)
-        observed = small.states if changing else ()
-        by_block, whole = ({id(x) for x in jax.tree.leaves(tree)} for tree in (sums, observed))
+        changes = decoder.policy.observes or any(np.any(x) for x in empty)
+        changing = small.states if changes else ()
+        by_block, whole = ({id(x) for x in jax.tree.leaves(tree)} for tree in (sums, changing))
         slots = decoder.slots
 
         def axis(leaf: Any, larger: Any) -> _Axis:
@@ -122,10 +122,8 @@ class PrefixCache:
         """Fill an empty cache with what does not consist of chunks; `fill` adds these."""
         if not node.arrays:
             return cache
-        leaves = jax.tree.leaves(kept(cache))
-        parts = zip(node.arrays, self._axes, leaves, strict=False)
-        whole = (None if axis.tokens else axis.whole(x, leaf) for x, axis, leaf in parts)
-        return filled(cache, cache.host, whole)
+        pairs = zip(node.arrays, self._axes, strict=False)
+        return filled(cache, cache.host, (None if axis.tokens else x for x, axis in pairs))
 
     def fill(self, node: Node, cache: Cache) -> Cache:
         """Write the chunk of a node to a cache that has those before it; the cache is donated."""
@@ -179,13 +177,13 @@ class PrefixCache:
     def _copy(self, node: Node, cache: Cache) -> None:
         """Copy the chunk that a cache ends with to a node."""
         leaves = jax.tree.leaves(kept(cache))
-        for i, axis in enumerate(self._axes):
+        spans = [axis.span(node, self._size(node)) for axis in self._axes]
+        for i, (axis, (start, count)) in enumerate(zip(self._axes, spans, strict=True)):
             if axis.tokens:
-                start, count = axis.span(node, self._size(node))
                 given = self._decoder, leaves[i], np.int32(start)
                 leaves[i] = _cut(*given, axis=axis.number, count=count)
-        for axis, array in zip(self._axes, jax.device_get(leaves), strict=True):
-            start, (first, end) = axis.span(node, self._size(node))[0], axis.held(node)
+        for axis, (start, _), array in zip(self._axes, spans, jax.device_get(leaves), strict=True):
+            first, end = axis.held(node)
             node.arrays.append(axis.of(array, first - start, end - start).copy())
         if cache.host is not None:
             rows = np.asarray(cache.host)[:, 0]
@@ -229,14 +227,6 @@ class _Axis(NamedTuple):
             return 0, self.length
         count = (size + self.late + 2 * (self.tokens - 1)) // self.tokens
         return max(0, min(self.held(node)[0], self.length - count)), min(count, self.length)
-
-    def whole(self, array: np.ndarray, empty: Any) -> np.ndarray:
-        """Return an array of all elements, the leading ones from `array`."""
-        if array.shape == empty.shape:
-            return array
-        whole = np.array(empty)
-        self.of(whole, 0, array.shape[self.number])[...] = array
-        return whole
 
     def of(self, array: np.ndarray, begin: int, end: int) -> np.ndarray:
         """Return a view of a range of elements."""
