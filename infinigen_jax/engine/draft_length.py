@@ -18,6 +18,7 @@ KEPT = 0.9  # weight of earlier measurements, per round
 START = 0.8  # acceptance rate before the first measurement, with the weight of PRIOR tokens
 PRIOR = 8.0
 AGED = 0.99  # factor on a time for each round since its measurement
+OLDEST = 500  # rounds after which a time ages no further: it must not become 0
 
 
 def size_of(drafted: int) -> int:
@@ -118,4 +119,5 @@ class DraftLength:
         return Time(kept * before.seconds + (1 - kept) * seconds, self._round)
 
     def _aged(self, time: Time) -> float:
-        return time.seconds * (AGED ** (self._round - time.round) if self.ages else 1.0)
+        age = min(self._round - time.round, OLDEST) if self.ages else 0
+        return time.seconds * AGED**age

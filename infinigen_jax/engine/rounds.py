@@ -5,6 +5,7 @@ tokens of the next draft.
 """
 
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -85,7 +86,9 @@ class Rounds:
         `changing` states whether texts of any length may join the batch.
         """
         runtime = batch.runtime
-        self._batch, self._runtime, self._decoder = batch, runtime, batch.decoder
+        # No cycle, which would keep the cache of a finished batch in memory for a while.
+        self._batch = weakref.proxy(batch)
+        self._runtime, self._decoder = runtime, batch.decoder
         self._at = Placement(runtime.mesh)
         most = runtime.most_drafted
         fixed = runtime.settings.draft_tokens is not None

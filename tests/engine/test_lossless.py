@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
+import weakref
 from typing import Any
 
 import numpy as np
@@ -111,6 +113,19 @@ def test_a_perfect_draft_is_accepted_whole():
     _, stats = stats_of(perfect(), RAGGED[:1], None, 1 + 3 * 4)
     assert (stats.acceptance_rate, stats.tokens_per_verification) == (1.0, 4.0)
     assert stats.draft_tokens == 3
+
+
+def test_a_finished_run_is_freed_immediately():
+    """Not by a later garbage collection: its cache may be most of the memory."""
+    run = perfect().start(RAGGED[:1], None, NEW)
+    list(run.tokens())
+    alive = weakref.ref(run)
+    gc.disable()
+    try:
+        del run
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_an_ending_token_ends_the_answer_within_a_round():
