@@ -15,7 +15,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from infinigen_jax.checkpoint.manifest import (
@@ -42,12 +42,17 @@ SETTLED = 2.0  # seconds after which a change surely alters a file's times
 
 
 @contextlib.contextmanager
-def cache_lock(destination: Path) -> Iterator[None]:
-    """Hold the lock of a conversion; other processes that need it wait."""
+def cache_lock(destination: Path, notify: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock of a conversion; other processes that need it say so and wait."""
     with contextlib.ExitStack() as stack:
         with _writable(destination.parent):
             destination.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(locked(destination.with_suffix(".lock")))
+            lock = destination.with_suffix(".lock")
+            try:
+                stack.enter_context(locked(lock, wait=False))
+            except TimeoutError:
+                notify("waiting for another process, which converts this model")
+                stack.enter_context(locked(lock))
         yield
 
 

@@ -376,7 +376,7 @@ def _load_through_cache(
 
     if model := cached(logger.debug):  # needs no lock, which a read-only cache refuses
         return model
-    with cache_lock(destination):
+    with cache_lock(destination, notify):
         if model := cached(notify):
             return model
         if not destination.exists():

@@ -33,7 +33,19 @@ from infinigen_jax.programs.compilations import cache_hits
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".program"
+PRECISION = "jax_default_matmul_precision"
 DIGEST = hashlib.sha256().digest_size  # of the rest of a file, which follows
+
+
+def _source_digest() -> str:
+    source, root = hashlib.sha256(), Path(__file__).parents[1]
+    for file in sorted(p for p in root.rglob("*") if p.suffix in (".py", ".cu")):
+        source.update(str(file.relative_to(root)).encode() + file.read_bytes())
+    return source.hexdigest()
+
+
+# Read as this module is imported: files may change before the first program is compiled.
+_SOURCE = _source_digest()
 
 
 class Program:
@@ -48,7 +60,8 @@ class Program:
     ):
         # A new function: for an equal one JAX would return the executable in its memory, which XLA
         # cannot serialise if it came from JAX's cache.
-        self._jitted = jax.jit(functools.partial(function), out_shardings=out, **options)
+        new = _exactly(function) if _is_exact(settings) else functools.partial(function)
+        self._jitted = jax.jit(new, out_shardings=out, **options)
         # Both accept arrays or their shapes, and store nothing.
         self.lower, self.trace = self._jitted.lower, self._jitted.trace
         self._name = _name_of(function)
@@ -99,6 +112,26 @@ def stores_programs() -> bool:
     return jax.default_backend() == "cpu" and jax.device_count() == 1
 
 
+def _is_exact(settings: Any) -> bool:
+    """Return whether products are of float32 models, whose factors GPUs would round to TF32.
+
+    Users may set JAX's default precision themselves.
+    """
+    if jax.default_backend() == "cpu" or getattr(jax.config, PRECISION) is not None:
+        return False
+    parts = settings if isinstance(settings, tuple) else (settings,)
+    return any(getattr(part, "dtype", None) == jnp.float32 for part in parts)
+
+
+def _exactly(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def traced(*arguments: Any, **static: Any) -> Any:
+        with jax.default_matmul_precision("highest"):
+            return function(*arguments, **static)
+
+    return traced
+
+
 def _name_of(function: Any) -> str:
     if isinstance(function, functools.partial):
         return f"{_name_of(function.func)}{sorted(function.keywords.items())}"
@@ -115,17 +148,13 @@ def _signature(leaf: Any) -> tuple[Any, ...]:
 @functools.cache
 def environment() -> str:
     """Describe the package, JAX, the processor and the flags, which all executables depend on."""
-    source = hashlib.sha256()
-    root = Path(__file__).parents[1]
-    for file in sorted(p for p in root.rglob("*") if p.suffix in (".py", ".cu")):
-        source.update(str(file.relative_to(root)).encode() + file.read_bytes())
     flags = os.environ.get("XLA_FLAGS", "")
-    names = "jax_enable_x64", "jax_default_matmul_precision", "jax_threefry_partitionable"
+    names = "jax_enable_x64", PRECISION, "jax_threefry_partitionable"
     numerics = [getattr(jax.config, name) for name in names]
     versions = jax.__version__, importlib.metadata.version("jaxlib")
     # XLA divides loops among the processor's cores.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return repr((source.hexdigest(), versions, processor(), cores, flags, numerics))
+    return repr((_SOURCE, versions, processor(), cores, flags, numerics))
 
 
 def is_foreign(settings: Any) -> bool:

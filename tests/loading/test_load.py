@@ -229,7 +229,7 @@ def test_unconverted_folders_go_through_the_cache(
     assert again.path == model.path and "again" in said[2]
     assert str(tmp_path / "cache") in str(model.path) and len(said) == 3
     with monkeypatch.context() as patch:  # a cache that cannot be written has no lock
-        patch.setattr(checkpoint, "cache_lock", lambda folder: pytest.fail("took the lock"))
+        patch.setattr(checkpoint, "cache_lock", lambda *_: pytest.fail("took the lock"))
         assert checkpoint.load(made.folder).path == model.path
     assert only(tmp_path / "cache" / "infinigen_jax") == [model.path.name]  # no lock remains
 
@@ -302,7 +302,7 @@ def test_conversions_used_least_recently_are_removed(tmp_path):
         os.utime(tmp_path / name, (10**9 - age, 10**9 - age))
     for name in (f".{'f' * 32}.partial-x", f"{'f' * 32}.lock"):
         (tmp_path / name).touch()
-    with cache_lock(tmp_path / names[4]):  # another process makes it
+    with cache_lock(tmp_path / names[4], pytest.fail):  # another process makes it
         prune(tmp_path, 250)
         assert (tmp_path / names[4]).exists()
     assert only(tmp_path) == [*names[:2], names[4]]

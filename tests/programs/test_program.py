@@ -1,6 +1,7 @@
 """Compiled programs on disk: when one is loaded, and when it is compiled again."""
 
 import dataclasses
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,20 @@ def test_programs_with_code_from_elsewhere_are_not_stored(folder):
     for _ in range(2):
         traced.call(traced.program((1, Foreign())))
     assert traced.traces == 2 and not kept(folder)
+
+
+def test_products_of_float32_models_are_exact_on_a_gpu(monkeypatch):
+    """Their factors would be rounded to TF32; a precision that the user chose is kept."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    x = jnp.ones((2, 2))
+
+    def lowered(dtype: Any) -> str:
+        return Program(jnp.matmul, types.SimpleNamespace(dtype=dtype)).lower(x, x).as_text()
+
+    with jax.default_matmul_precision(None):
+        assert "HIGHEST" in lowered(jnp.float32) and "HIGHEST" not in lowered(jnp.bfloat16)
+    with jax.default_matmul_precision("tensorfloat32"):
+        assert "HIGHEST" not in lowered(jnp.float32)
 
 
 @pytest.mark.parametrize(
