@@ -14,10 +14,15 @@ from infinigen_jax.models.products import product
 from infinigen_jax.models.small_weights import Params
 
 
-def project(a: Float[Array, "*b e"], weights: Params) -> Float[Array, "*b f"]:
-    """Apply a projection {"weight" [f, e]}, or one of small weights, with or without a "bias"."""
-    small = "codes" in weights
-    y = small_weights.product(a, weights) if small else product(a, weights["weight"])
+def project(a: Float[Array, "*b e"], weights: Params, dtype: Any = None) -> Float[Array, "*b f"]:
+    """Apply a projection {"weight" [f, e]}, or one of small weights, with or without a "bias".
+
+    The result has `dtype`, by default that of `a`.
+    """
+    if "codes" in weights:
+        y = small_weights.product(a, weights, dtype)
+    else:
+        y = product(a, weights["weight"], dtype)
     return y + jnp.broadcast_to(weights["bias"], y.shape) if "bias" in weights else y
 
 
@@ -55,8 +60,8 @@ class Linear(Matrix):
         if bias:
             self.bias = nnx.Param(jnp.zeros(outputs, dtype))
 
-    def __call__(self, a: Float[Array, "*b e"]) -> Float[Array, "*b f"]:
-        return project(a, self.weights)
+    def __call__(self, a: Float[Array, "*b e"], dtype: Any = None) -> Float[Array, "*b f"]:
+        return project(a, self.weights, dtype)
 
 
 class TokenTable(Matrix):
@@ -72,9 +77,9 @@ class TokenTable(Matrix):
             return rows["embedding"]
         return small_weights.rows_of(rows, self.size).astype(self.dtype)
 
-    def attend(self, x: Float[Array, "*b e"]) -> Float[Array, "*b v"]:
+    def attend(self, x: Float[Array, "*b e"], dtype: Any) -> Float[Array, "*b v"]:
         """Return the products with the embeddings of all tokens."""
         weights = self.weights
         if "embedding" in weights:
-            return product(x, weights["embedding"])
-        return small_weights.product(x, weights)
+            weights = {"weight": weights["embedding"]}
+        return project(x, weights, dtype)

@@ -5,6 +5,7 @@ reading the matrix, and reading is fast along its rows.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +20,13 @@ LANES = 16  # numbers in a vector
 FEWEST_TERMS, MOST_TERMS = 16, 48
 
 
-def product(a: Float[Array, "*b e"], weight: Float[Array, "f e"]) -> Float[Array, "*b f"]:
-    """Return a @ weight.T."""
+def product(
+    a: Float[Array, "*b e"], weight: Float[Array, "f e"], dtype: Any = None
+) -> Float[Array, "*b f"]:
+    """Return a @ weight.T in `dtype`, by default that of `a`."""
 
     def plain(a: Array, weight: Array) -> Array:
-        return a @ weight.T
+        return jnp.matmul(a, weight.T, preferred_element_type=dtype)
 
     rows, inputs = math.prod(a.shape[:-1]), a.shape[-1]
     if not 0 < rows <= FEW_ROWS or not a.dtype == weight.dtype == jnp.float32:

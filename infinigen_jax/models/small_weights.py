@@ -160,14 +160,15 @@ def decoded_size(params: Params, rows: int) -> int:
     return sum(x.size * (2 if x.dtype == jnp.uint8 else 1) for x in codes)
 
 
-def product(a: Float[Array, "*b e"], part: Params) -> Float[Array, "*b f"]:
-    """Return the product with a small matrix; sums are float32, the result has a's dtype."""
+def product(a: Float[Array, "*b e"], part: Params, dtype: Any = None) -> Float[Array, "*b f"]:
+    """Return the product with a small matrix in `dtype`, by default a's; sums are float32."""
+    dtype = dtype or a.dtype
     rows = a.reshape(-1, a.shape[-1])
     if len(rows) > FEW_ROWS:
         weights = rows_of(part, rows.shape[1]).astype(a.dtype)
-        y = lax.dot_general(rows, weights, (((1,), (1,)), ((), ())))
+        y = lax.dot_general(rows, weights, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
     else:
-        y = _written_out(rows.astype(jnp.float32), part).astype(a.dtype)
+        y = _written_out(rows.astype(jnp.float32), part).astype(dtype)
     return y.reshape(*a.shape[:-1], -1)
 
 

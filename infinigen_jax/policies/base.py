@@ -35,6 +35,7 @@ from infinigen_jax.selection.select import (
     budget_fraction,
     budget_rows,
     select,
+    share_of,
 )
 from infinigen_jax.settings.policy import SOURCES, BudgetSettings
 from infinigen_jax.speculation.index import IndexFormat, write_entries
@@ -236,7 +237,7 @@ class Budgeted(BudgetSettings, Policy):
         tokens = positions if held is None else jnp.minimum(positions, capacity)
         if share is None:
             return budget_rows(self.budget, tokens)
-        return tokens * share[..., 0] // share[..., 1]
+        return share_of(tokens, share[..., 0], share[..., 1])
 
     def choose(
         self,

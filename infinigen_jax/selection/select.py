@@ -6,7 +6,7 @@ slots, of which the first `count` are valid.
 
 import math
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,12 +78,15 @@ def budget_fraction(budget: float) -> Fraction:
 
 
 def budget_rows(budget: float, tokens: Int[Array, "*b"]) -> Int[Array, "*b"]:
-    """Return floor(budget * tokens), where `budget_fraction` stands for the budget.
-
-    Exact for up to two million tokens.
-    """
+    """Return floor(budget * tokens), where `budget_fraction` stands for the budget."""
     share = budget_fraction(budget)
-    return tokens * share.numerator // share.denominator
+    return share_of(tokens, share.numerator, share.denominator)
+
+
+def share_of(tokens: Int[Array, "*b"], numerator: Any, denominator: Any) -> Int[Array, "*b"]:
+    """Return floor(tokens * numerator / denominator), whose product may be too large for int32."""
+    whole, rest = tokens // denominator, tokens % denominator
+    return whole * numerator + rest * numerator // denominator
 
 
 def group_margin(scores: Float[Array, "b k g t"]) -> Float[Array, "b k t"]:

@@ -1,15 +1,20 @@
 """Products of few rows with large weights."""
 
+import dataclasses
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from runtime import random_model
 
 from infinigen_jax.models.linear import Linear
+from infinigen_jax.models.llama import Embedding
 from infinigen_jax.models.products import FEW_ROWS, most_terms, product
+from infinigen_jax.models.small_weights import rows_of
 
 
 @pytest.mark.parametrize(
@@ -35,6 +40,27 @@ def test_the_product_is_that_of_the_matrices(rows: tuple[int, ...], dtype):
     assert found.shape == expected.shape and found.dtype == dtype
     rtol = 1e-4 if dtype == jnp.float32 else 2**-8
     np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=rtol, atol=1e-3)
+
+
+@pytest.mark.parametrize("weight_dtype", [None, "int8"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_are_not_rounded(tied: bool, weight_dtype: Any):
+    """In bfloat16, logits of 16 to 32 would be an eighth apart."""
+    config = dataclasses.replace(random_model("one").config, tie_embeddings=tied)
+    embedding = Embedding(config, jnp.bfloat16)
+    head = embedding.tokens if tied else embedding.head
+    name = "embedding" if tied else "weight"
+    shape = config.vocab_size, config.hidden_size
+    matrix = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
+    setattr(head, name, nnx.Param(matrix))
+    if weight_dtype is not None:
+        head.shrink(weight_dtype)
+        matrix = rows_of(head.weights, config.hidden_size)
+    for rows in (1, 2 * FEW_ROWS):
+        x = 8 * jax.random.normal(jax.random.key(rows), (rows, shape[1]), jnp.bfloat16)
+        exact = matrix if rows == 1 else matrix.astype(jnp.bfloat16)  # decoded for many rows
+        expected = np.asarray(embedding.norm(x), np.float64) @ np.asarray(exact, np.float64).T
+        np.testing.assert_allclose(embedding.logits(x), expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a CPU's forms")

@@ -145,7 +145,7 @@ def test_top_slots_of_large_arrays():
 # The budget.
 
 
-@given(st.integers(1, 1000), st.integers(1, 1000), st.integers(0, 2_000_000))
+@given(st.integers(1, 1000), st.integers(1, 1000), st.integers(0, 2**31 - 1))
 def test_budget_rows_is_the_exact_floor(numerator, denominator, tokens):
     numerator = min(numerator, denominator)
     budget = numerator / denominator
