@@ -20,7 +20,7 @@ from ray import serve
 
 from infinigen_jax.errors import InputError, run_command
 from infinigen_jax.messages import Messages
-from infinigen_jax.numeric import number, whole_number
+from infinigen_jax.numeric import Range, whole_number
 from infinigen_jax.serve import build_parser, make_scheduler, make_service
 from infinigen_jax.server.app import create_app
 
@@ -73,8 +73,8 @@ def main() -> int:
     parser.prog = "python deploy/ray_serve.py"
     add = parser.add_argument_group("replicas").add_argument
     add("--replicas", type=whole_number(1), default=2, metavar="N", help="servers (default 2)")
-    add("--replica-cpus", type=number(0), default=1, metavar="N", help="cores of each (default 1)")
-    add("--replica-gpus", type=number(0), default=0, metavar="N", help="GPUs of each (default 0)")
+    add("--replica-cpus", type=Range(0), default=1, metavar="N", help="cores of each (default 1)")
+    add("--replica-gpus", type=Range(0), default=0, metavar="N", help="GPUs of each (default 0)")
     return run_command(lambda: run(parser.parse_args()), parser)
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from infinigen_jax.cli.chat import add_chat_options, chat, check_chat_options
 from infinigen_jax.cli.dialogue import rate
@@ -115,15 +115,12 @@ def generate(arguments: argparse.Namespace) -> None:
     if arguments.chat:
         chat(engine, arguments, sampling, prompts, say)
         return
-    prepared = prepare_prompts(engine, arguments, prompts, prefix)
-    progress = None if arguments.quiet else prompt_progress()
-    given: Any = {"batch": arguments.batch, "notify": progress, "fit": True}
-    given["continues"] = prepared.continues
+    given = prepare_prompts(engine, arguments, prompts, prefix)
+    given |= {"sampling": sampling, "batch": arguments.batch, "fit": True}
     given |= {"log_probs": arguments.log_probs, "stop": arguments.stop or ()}
+    progress = None if arguments.quiet else prompt_progress()
     with say.working(READING):
-        run = engine.start(
-            prepared.tokens, sampling, prepared.most, prefix=prepared.shared, **given
-        )
+        run = engine.start(**given, notify=progress)
     label = say if len(prompts) > 1 else lambda message: None
     print_texts(run, prompts, label, say.decoding(run.tokens(ignore_eos=arguments.ignore_eos)))
     say(summary(run))

@@ -48,7 +48,7 @@ class Range(Check):
     """
 
     least: Number
-    most: Number
+    most: Number = LARGEST_FACTOR
     whole: bool = False
     or_zero: bool = False
 
@@ -86,14 +86,7 @@ def whole_number(least: int, most: int = LARGEST) -> Range:
     return Range(least, most, whole=True)
 
 
-def number(least: Number, most: Number = LARGEST_FACTOR) -> Range:
-    """Return an option's type: numbers in a range, never NaN."""
-    return Range(least, most)
-
-
-def share() -> Range:
-    """Return an option's type: shares above 0 and at most 1."""
-    return Range(LEAST_SHARE, 1)
+SHARE = Range(LEAST_SHARE, 1)
 
 
 def check_value(parameter: str, value: Any, check: Check) -> None:

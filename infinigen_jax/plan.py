@@ -22,7 +22,7 @@ from infinigen_jax.cli.options import (
 from infinigen_jax.errors import InputError, Parser, run_command
 from infinigen_jax.files.output import checked_output, write_json
 from infinigen_jax.messages import Messages, format_bytes
-from infinigen_jax.numeric import number, whole_number
+from infinigen_jax.numeric import Range, whole_number
 from infinigen_jax.settings.engine import EngineOptions
 
 if TYPE_CHECKING:
@@ -51,11 +51,11 @@ def build_parser() -> Parser:
         help="tokens, prompt and new ones; 128k is 131072",
     )
     add("--batch", type=whole_number(1), default=1, metavar="B", help="sequences (default 1)")
-    memory = {"type": number(LEAST), "metavar": "G"}
+    memory = {"type": Range(LEAST), "metavar": "G"}
     share = "GiB of the GPU, of which JAX takes nine tenths (default: those of this device)"
     add("--device-memory", help=share, **memory)
     add("--host-memory", help="GiB of the host (default: those that are free here)", **memory)
-    rate = {"type": number(LEAST), "metavar": "R"}
+    rate = {"type": Range(LEAST), "metavar": "R"}
     add("--device-bandwidth", help="GB/s of device memory (default: measured here)", **rate)
     add("--copy-bandwidth", help="GB/s from host to device (default: measured here)", **rate)
     add_engine_options(parser)

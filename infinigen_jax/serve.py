@@ -20,7 +20,7 @@ from infinigen_jax.cli.options import (
 from infinigen_jax.errors import InputError, Parser, run_command
 from infinigen_jax.files.regular import read_text
 from infinigen_jax.messages import KEPT, Messages
-from infinigen_jax.numeric import number, whole_number
+from infinigen_jax.numeric import Range, whole_number
 from infinigen_jax.settings.engine import EngineOptions
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def build_parser() -> Parser:
     add("--max-waiting", type=whole_number(1), default=64, metavar="N", help="most waiting (64)")
     add(
         "--prefix-cache-gib",
-        type=number(0),
+        type=Range(0),
         default=1.0,
         metavar="G",
         help="host memory for rows of earlier prompts, in GiB (default 1); 0: none",

@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import secrets
 import sys
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from infinigen_jax.cli.dialogue import find_template
 from infinigen_jax.errors import InputError, ParameterError
@@ -21,24 +21,13 @@ NEW_TOKENS = 64
 ANSWER_TOKENS = 512  # in place of NEW_TOKENS with a chat template, which lets a model end by itself
 
 
-class Prepared(NamedTuple):
-    """Prompts for the engine.
-
-    Attributes:
-        shared: number of leading tokens that all share, to be read once.
-        continues: whether texts continue their prompts rather than answer them.
-    """
-
-    tokens: list[list[int]]
-    shared: int
-    most: int
-    continues: bool
-
-
 def prepare_prompts(
     engine: "Engine", arguments: argparse.Namespace, prompts: list[str], prefix: str
-) -> Prepared:
-    """Return the prompts as they are, or as user messages if the model has a chat template."""
+) -> dict[str, Any]:
+    """Return the prompts as they are, or as user messages if the model has a chat template.
+
+    They are arguments of `Engine.start`.
+    """
     template = None
     if not arguments.raw and engine.model.tokenizer is not None:
         template = find_template(engine.model.tokenizer, arguments.chat_template)
@@ -48,7 +37,8 @@ def prepare_prompts(
             raise ParameterError("system", problem)
         tokens = engine.encode_with_prefix(prefix, prompts)
         most = arguments.max_new_tokens or engine.model.config.fitting(NEW_TOKENS, tokens)
-        return Prepared(tokens, engine.prefix_tokens(prefix), most, True)
+        shared = engine.prefix_tokens(prefix)
+        return {"prompts": tokens, "max_new_tokens": most, "prefix": shared, "continues": True}
 
     def rendered(content: str) -> str:
         system = [] if arguments.system is None else [("system", arguments.system)]
@@ -61,8 +51,9 @@ def prepare_prompts(
     tokens = [encode(rendered(prefix + checked_text("prompts", prompt))) for prompt in prompts]
     most = arguments.max_new_tokens or engine.model.config.fitting(ANSWER_TOKENS, tokens)
     mark = secrets.token_hex(16)
-    shared = rendered(prefix + mark).partition(mark)[0] if prefix else ""
-    return Prepared(tokens, engine.prefix_tokens(shared, first=False), most, False)
+    common = rendered(prefix + mark).partition(mark)[0] if prefix else ""
+    shared = engine.prefix_tokens(common, first=False)
+    return {"prompts": tokens, "max_new_tokens": most, "prefix": shared}
 
 
 def read_prompts(arguments: argparse.Namespace, say: Messages) -> list[str]:

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Float, Int
 
-from infinigen_jax.cache.cache import Cache, ReadCache, StepCache
-from infinigen_jax.decode.state import Counts, Weights
+from infinigen_jax.cache.cache import Cache
+from infinigen_jax.decode.state import Counts
 from infinigen_jax.decode.steps import Watch, flush_cache, host_numbers, single_layers, step, steps
 from infinigen_jax.engine.runtime import Runtime
 
@@ -45,30 +45,19 @@ class Dispatcher:
         """
         with jax.transfer_guard("disallow"):
             arguments = (self.weights, *cache.parts(self.decoder.policy.observes), tokens)
-            if self._layerwise or watch is not None:
-                return self._by_layer(cache, *arguments, watch)
-            step = self._steps.checked if self._check else self._steps.fused
-            new, logits, best, counts, *place = step(*arguments)
-            return Stepped(cache.stepped(new), logits, best, counts, place)
-
-    def _by_layer(
-        self,
-        cache: Cache,
-        weights: Weights,
-        read: ReadCache,
-        live: StepCache,
-        tokens: Array,
-        watch: Watch | None,
-    ) -> Stepped:
-        pieces = self._steps.pieces
-        if watch is not None:
-            pieces = pieces._replace(groups=single_layers(self.decoder))
-        arguments = self.decoder, pieces, self._numbers, weights, read, live, tokens, watch
-        x, new, counts, records = step(*arguments)
-        embedding = weights.params["embedding"]
-        logits, best, lengths = self._steps.predict(embedding, x, new.lengths)
-        cache = cache.stepped(new._replace(lengths=lengths))
-        return Stepped(cache, logits, best, counts, records=records)
+            if not self._layerwise and watch is None:
+                fused = self._steps.checked if self._check else self._steps.fused
+                new, logits, best, counts, *place = fused(*arguments)
+                return Stepped(cache.stepped(new), logits, best, counts, place)
+            pieces = self._steps.pieces
+            if watch is not None:
+                pieces = pieces._replace(groups=single_layers(self.decoder))
+            common = self.decoder, pieces, self._numbers
+            x, new, counts, records = step(*common, *arguments, watch)
+            embedding = self.weights.params["embedding"]
+            logits, best, lengths = self._steps.predict(embedding, x, new.lengths)
+            cache = cache.stepped(new._replace(lengths=lengths))
+            return Stepped(cache, logits, best, counts, records=records)
 
     def flush(self, cache: Cache) -> Cache:
         """Write the rows of the rings to the host."""

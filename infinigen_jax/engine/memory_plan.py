@@ -10,7 +10,6 @@ from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.engine.remedies import Remedies
 from infinigen_jax.errors import MemoryShortageError
 from infinigen_jax.machine.memory_limits import (
-    Device,
     available_device_bytes,
     available_host_bytes,
     pinned_bytes_in_use,
@@ -110,7 +109,7 @@ class Shortage(NamedTuple):
     memory: str
 
 
-def shortage(plan: MemoryPlan, device: Device, share: float = 1.0) -> Shortage | None:
+def shortage(plan: MemoryPlan, device: Any, share: float = 1.0) -> Shortage | None:
     """Return the shortage if a plan exceeds a share of the free memory; None if it fits."""
     host = available_host_bytes() + unused_pinned_bytes(device)
     needed = plan.host_cache + (plan.device if device.platform == "cpu" else 0)
@@ -130,7 +129,7 @@ def shortage(plan: MemoryPlan, device: Device, share: float = 1.0) -> Shortage |
     return None
 
 
-def check_memory(plan: MemoryPlan, device: Device, remedies: Remedies) -> None:
+def check_memory(plan: MemoryPlan, device: Any, remedies: Remedies) -> None:
     """Raise MemoryShortageError, with the sizes and the remedy, if a plan does not fit."""
     lack = shortage(plan, device)
     if lack is None:

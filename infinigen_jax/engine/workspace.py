@@ -50,20 +50,22 @@ def _prefill_on_cpu(decoder: Decoder, batch: int, chunk: int, capacity: int) -> 
     return common + FLOAT32 * (max(attention, mlp) + weights)
 
 
-def decode_bytes(
+def step_bytes(
     decoder: Decoder,
     params: Params,
     batch: int,
     capacity: int,
-    tokens: int = 1,
+    drafted: int = 0,
+    resident: int = 0,
     slots: int | None = None,
 ) -> int:
-    """Return the bytes of temporaries of a decode step: rows, scores and logits.
+    """Return the bytes of temporaries of a decode step, or of a round with `drafted` tokens.
 
-    Products are with `tokens` tokens of each sequence, several in a verification. Layers on the
-    device have `capacity` tokens of each sequence; the others have `slots`, fewer with a pool.
+    The tokens include the one that is drawn in the end. A draft copies `resident` bytes of rows for
+    its undo. Layers on the device have `capacity` tokens of each sequence; the others have `slots`,
+    fewer with a pool.
     """
-    config = decoder.config
+    tokens, config = max(1, drafted), decoder.config
     slots = capacity if slots is None else slots
     selecting = bool(decoder.selecting)
     requested = decoder.request_size(slots) if selecting else 0
@@ -80,25 +82,7 @@ def decode_bytes(
     ends = FLOAT32 * batch * (2 * config.vocab_size + 4 * config.intermediate_size)
     ends += _arriving_bytes(decoder, params)
     ends += _decoded_bytes(decoder, params, batch * tokens, batch * tokens)
-    return moved + scores + ends + _converted_bytes(decoder, batch, longest)
-
-
-def step_bytes(
-    decoder: Decoder,
-    params: Params,
-    batch: int,
-    capacity: int,
-    drafted: int,
-    resident: int,
-    slots: int | None = None,
-) -> int:
-    """Return the bytes of temporaries of a decode step, or of a round with `drafted` tokens.
-
-    The tokens include the one that is drawn in the end. A draft copies `resident` bytes of rows for
-    its undo. For the other arguments see `decode_bytes`.
-    """
-    tokens, config = max(1, drafted), decoder.config
-    step = decode_bytes(decoder, params, batch, capacity, tokens, slots)
+    step = moved + scores + ends + _converted_bytes(decoder, batch, longest)
     if not drafted:
         return step
     rows = config.num_layers * config.num_kv_heads * 2 * config.head_dim * decoder.dtype.itemsize

@@ -23,7 +23,7 @@ from infinigen_jax.evaluation.report import percent, with_error
 from infinigen_jax.evaluation.session import Session, add_common_options, traffic_of
 from infinigen_jax.evaluation.statistics import mean_and_error
 from infinigen_jax.evaluation.texts import Text, common_length, prefixed
-from infinigen_jax.numeric import number, whole_number
+from infinigen_jax.numeric import Range, whole_number
 from infinigen_jax.text.templates import render_chat
 from infinigen_jax.text.tokenizer import check_vocabulary
 
@@ -47,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--depth",
         nargs="+",
-        type=number(0, 1),
+        type=Range(0, 1),
         default=list(DEPTHS),
         metavar="D",
         help="depths of the number in the text, 0 to 1 (default 0 0.25 0.5 0.75 1)",

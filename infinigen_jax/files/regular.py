@@ -27,20 +27,21 @@ def open_regular(path: Path, most: int | None = None) -> io.BufferedReader:
     block.
     """
     try:
-        # Check the type before opening, which some devices take for a command. The type may change
-        # in between, so O_NONBLOCK and the second check remain necessary.
-        _check_kind(path, os.stat(path), most)
-        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+        status = os.stat(path)  # before opening, which some devices take for a command
+        if not stat.S_ISREG(status.st_mode):
+            raise InputError(
+                f"{path}: cannot be read (not a regular file); put a file in its place"
+            )
+        if most is not None and status.st_size > most:
+            raise InputError(
+                f"{path}: too large ({status.st_size:,} bytes; at most {most:,} are read); "
+                "download it again"
+            )
+        return open(path, "rb")
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; the folder is incomplete") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    try:
-        _check_kind(path, os.fstat(file.fileno()), most)
-    except InputError:
-        file.close()
-        raise
-    return file
 
 
 def read_json(path: Path, remedy: str = "download it again") -> dict[str, Any]:
@@ -74,13 +75,3 @@ def read_text(parameter: str, name: str | Path, most: int = -1) -> str:
     if not text:
         raise ParameterError(parameter, "the file is empty; give some text", path)
     return re.sub("\r+\n|\r", "\n", text)  # files converted twice may have "\r\r\n"
-
-
-def _check_kind(path: Path, status: os.stat_result, most: int | None) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise InputError(f"{path}: cannot be read (not a regular file); put a file in its place")
-    if most is not None and status.st_size > most:
-        raise InputError(
-            f"{path}: too large ({status.st_size:,} bytes; at most {most:,} are read); "
-            "download it again"
-        )

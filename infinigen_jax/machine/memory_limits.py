@@ -5,7 +5,7 @@ import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 
@@ -14,16 +14,6 @@ from infinigen_jax.errors import InputError
 PINNED_POOL_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 PINNED_POOL_DEFAULT_GB = 64
 _pinned = 0  # most bytes of pinned arrays so far: JAX never returns them to the system
-
-
-@runtime_checkable
-class Device(Protocol):
-    """Part of jax.Device that this module needs."""
-
-    @property
-    def platform(self) -> str: ...
-
-    def memory_stats(self) -> dict[str, int] | None: ...
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
@@ -39,7 +29,7 @@ def available_host_bytes(root: Path = Path("/")) -> int:
     return max(0, min([available, *_control_group_rooms(root), *_address_space_room(root)]))
 
 
-def available_device_bytes(device: Device) -> int | None:
+def available_device_bytes(device: Any) -> int | None:
     """Return the bytes JAX can still allocate on a device (CPU: on the host); None if unknown."""
     if device.platform == "cpu":
         return available_host_bytes()
@@ -56,7 +46,7 @@ def return_freed_memory() -> None:
         trim(0)
 
 
-def pinned_pool_limit_bytes(device: Device | None = None) -> int | None:
+def pinned_pool_limit_bytes(device: Any | None = None) -> int | None:
     """Return the limit of JAX's pool of pinned host memory, in bytes; None if there is no pool.
 
     XLA reads the environment variable XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB when it starts. Without the
@@ -80,19 +70,19 @@ def widen_pool_to(count: int) -> str:
     return f"set {PINNED_POOL_VARIABLE}={-(-count // 2**30) + 2}"
 
 
-def pinned_bytes_in_use(device: Device) -> int:
+def pinned_bytes_in_use(device: Any) -> int:
     """Return the bytes of this process's arrays in a device's pinned host memory."""
     pinned = (x for x in jax.live_arrays() if x.sharding.memory_kind == "pinned_host")
     shards = (shard for x in pinned for shard in x.addressable_shards)
     return sum(shard.data.nbytes for shard in shards if shard.device == device)
 
 
-def unused_pinned_bytes(device: Device) -> int:
+def unused_pinned_bytes(device: Any) -> int:
     """Return the bytes that JAX has pinned for earlier arrays, and keeps for further ones."""
     return 0 if device.platform == "cpu" else max(0, _pinned - pinned_bytes_in_use(device))
 
 
-def note_pinned(device: Device) -> None:
+def note_pinned(device: Any) -> None:
     """Note the pinned arrays of a device, for `unused_pinned_bytes`."""
     global _pinned
     if device.platform != "cpu":

@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 import infinigen_jax
 from infinigen_jax.server.answer import Piece
 from infinigen_jax.server.guard import Guard, refusal
-from infinigen_jax.server.job import BusyError, Job, RefusedError, UnavailableError
+from infinigen_jax.server.job import Job, RefusedError
 from infinigen_jax.server.prompts import Prompts
 from infinigen_jax.server.protocol import NEUTRAL, UNSUPPORTED, ChatCompletion, Completion
 from infinigen_jax.server.scheduler import Scheduler
@@ -29,7 +29,6 @@ from infinigen_jax.server.wire import ChatWire, CompletionWire, Wire
 
 PAGE = Path(__file__).parent / "page"
 UNREAD = 8  # pieces of a slow client that may hold heat maps, which are large
-RETRY = {"Retry-After": "1"}  # seconds
 
 logger = logging.getLogger(__name__)
 
@@ -42,16 +41,12 @@ class Service:
         model: name of the model, which requests may repeat.
         drain_seconds: time that unfinished requests get at shutdown.
         api_key: key that requests must present; None for no check.
-        body_limit: maximum size of a request in bytes.
         origins: origins of web pages that may send requests; none by default.
     """
 
     model: str
     drain_seconds: int
     api_key: str | None = None
-    body_limit: int = 32 << 20
-    header_seconds: float = 10.0
-    body_seconds: float = 30.0
     origins: tuple[str, ...] = ()
 
 
@@ -71,12 +66,7 @@ def create_app(scheduler: Scheduler, service: Service) -> FastAPI:
     app = FastAPI(
         title="infinigen_jax", version=infinigen_jax.__version__, lifespan=lifespan, redoc_url=None
     )
-    app.add_middleware(
-        Guard,
-        api_key=service.api_key,
-        body_limit=service.body_limit,
-        body_seconds=service.body_seconds,
-    )
+    app.add_middleware(Guard, api_key=service.api_key)
     if service.origins:
         from fastapi.middleware.cors import CORSMiddleware
 
@@ -93,16 +83,9 @@ def create_app(scheduler: Scheduler, service: Service) -> FastAPI:
 
 def _add_page(app: FastAPI) -> None:
     """Serve the files of the page; other paths keep their errors."""
-
-    def add(path: Path) -> None:
-        route = "/" if path.name == "index.html" else f"/{path.name}"
-
-        @app.api_route(route, methods=["GET", "HEAD"], include_in_schema=False)
-        async def page() -> Response:
-            return FileResponse(path)
-
     for path in PAGE.iterdir():
-        add(path)
+        route = "/" if path.name == "index.html" else f"/{path.name}"
+        app.add_route(route, lambda request, path=path: FileResponse(path), include_in_schema=False)
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -134,8 +117,6 @@ def _add_error_handlers(app: FastAPI) -> None:
         return refusal(error.status_code, str(error.detail), headers=dict(error.headers or {}))
 
     @app.exception_handler(RefusedError)
-    @app.exception_handler(BusyError)
-    @app.exception_handler(UnavailableError)
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
         return _failure(error)
@@ -151,11 +132,8 @@ def _reason(errors: Sequence[Any]) -> Any:
 
 def _failure(error: Exception) -> Response:
     if isinstance(error, RefusedError):
-        return refusal(error.status, str(error), error.param, error.code)
-    if isinstance(error, BusyError):
-        return refusal(429, "too many requests wait; try again later", headers=RETRY)
-    if isinstance(error, UnavailableError):
-        return refusal(503, "the server is starting or stopping", headers=RETRY)
+        later = {"Retry-After": "1"} if error.status in (429, 503) else None  # seconds
+        return refusal(error.status, str(error), error.param, error.code, later)
     # uvicorn closes the connection after an unexpected error, and clients must not use it again.
     return refusal(500, "internal error", headers={"Connection": "close"})
 
@@ -239,7 +217,6 @@ def _add_completions(app: FastAPI, scheduler: Scheduler, service: Service) -> No
 async def _answer(scheduler: Scheduler, request: Request, wire: Wire, jobs: list[Job]) -> Response:
     """Submit the jobs of a request, and stream or collect their pieces."""
     exchange = Exchange(scheduler, request, jobs)
-    exchange.submit()
     if wire.body.stream:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         events = _events(exchange, wire)
@@ -251,7 +228,7 @@ async def _answer(scheduler: Scheduler, request: Request, wire: Wire, jobs: list
         return Response(status_code=499)
     # Log-probabilities take long, so they are made in a thread. Only `to_json` holds the
     # interpreter's lock meanwhile; it is five times as fast as `json`.
-    content = await asyncio.to_thread(lambda: to_json(wire.whole(jobs)))
+    content = await asyncio.to_thread(lambda: to_json(wire.whole(jobs), inf_nan_mode="null"))
     return Response(content, media_type="application/json")
 
 
@@ -260,7 +237,7 @@ async def _events(exchange: "Exchange", wire: Wire) -> AsyncIterator[str]:
 
     def event(content: Any) -> str:
         # Escaped: some clients split lines at characters such as U+2028.
-        return f"data: {json.dumps(content)}\n\n"
+        return f"data: {json.dumps(content, allow_nan=False)}\n\n"
 
     try:
         for part in await asyncio.to_thread(wire.opening):
@@ -273,14 +250,30 @@ async def _events(exchange: "Exchange", wire: Wire) -> AsyncIterator[str]:
     except GoneError:
         return
     except Exception as error:
-        if not isinstance(error, RefusedError | UnavailableError):
+        if not isinstance(error, RefusedError):
             logger.exception("a stream failed")
         yield event(json.loads(bytes(_failure(error).body)))
     yield "data: [DONE]\n\n"
 
 
+def _send(
+    queue: asyncio.Queue[tuple[int, Piece | Exception]],
+    loop: asyncio.AbstractEventLoop,
+    number: int,
+    piece: Piece | Exception,
+) -> None:
+    """Put a piece into a queue, from another thread; without its heat map if many are unread."""
+    if isinstance(piece, Piece) and piece.heat is not None and queue.qsize() > UNREAD:
+        piece = dataclasses.replace(piece, heat=None)
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(queue.put_nowait, (number, piece))
+
+
 class Exchange:
-    """Jobs of one HTTP request, and the queue of their pieces from the scheduler's thread."""
+    """Jobs of one HTTP request, and the queue of their pieces from the scheduler's thread.
+
+    The jobs are submitted, and cancelled if the client goes away.
+    """
 
     def __init__(self, scheduler: Scheduler, request: Request, jobs: list[Job]):
         self.jobs = jobs
@@ -288,17 +281,9 @@ class Exchange:
         self._queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         for number, job in enumerate(jobs):
-            job.send = functools.partial(self._send, loop, number)
-
-    def _send(self, loop: asyncio.AbstractEventLoop, number: int, piece: Piece | Exception) -> None:
-        if isinstance(piece, Piece) and piece.heat is not None and self._queue.qsize() > UNREAD:
-            piece = dataclasses.replace(piece, heat=None)
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(self._queue.put_nowait, (number, piece))
-
-    def submit(self) -> None:
-        """Submit the jobs; they are cancelled if the client goes away."""
-        self._scheduler.submit(self.jobs)
+            # Without this object, which refers to the jobs: a cycle would live until a collection.
+            job.send = functools.partial(_send, self._queue, loop, number)
+        scheduler.submit(jobs)
         self._gone = asyncio.ensure_future(self._watch())
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:

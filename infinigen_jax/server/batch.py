@@ -215,20 +215,14 @@ class ServedBatch(abc.ABC):
 class Unread(NamedTuple):
     """A step in progress, its sequences' answers, and the number of tokens cached before it.
 
-    `heats` are the heat maps of the sequences that have one, with room for all tokens.
+    `heats` are the heat maps of the answers that have one, with room for all tokens, and the
+    number of tokens.
     """
 
     counts: Counts
-    heats: dict[int, Array | None]
+    heats: dict[Answer, tuple[Array | None, int]]
     running: dict[int, Answer]
     cached: np.ndarray
-
-    def heat(self, answer: Answer) -> np.ndarray | None:
-        """Return the heat map of an answer, [l, t] uint8; None if there is none."""
-        for sequence, heat in self.heats.items():
-            if self.running[sequence] is answer:
-                return _read_heat(heat, int(self.cached[sequence]))
-        return None
 
 
 class SteppedBatch(ServedBatch):
@@ -250,7 +244,7 @@ class SteppedBatch(ServedBatch):
         wanted = self._wants_heat
         stepped = self.live.step(tokens, watch_heat if wanted else None)
         # Before the next step, for which they would otherwise wait.
-        heats = {sequence: heat_of(stepped.records, sequence) for sequence in wanted}
+        heats = {running[s]: (heat_of(stepped.records, s), int(cached[s])) for s in wanted}
         self._unread = Unread(stepped.counts, heats, running, cached)
         drawn = np.asarray(tokens)
         if before is not None:
@@ -258,8 +252,9 @@ class SteppedBatch(ServedBatch):
         choices = None if log_probs is None else choices_of(log_probs, MOST_LOG_PROBS)
         for sequence, each in running.items():
             choice = None if each.job.top is None or choices is None else choices[sequence]
-            heat = None if before is None or not each.job.heat else before.heat(each)
-            yield NewToken(sequence, each, int(drawn[sequence]), choice, heat)
+            heat = None if before is None else before.heats.get(each)
+            read = None if heat is None else _read_heat(*heat)
+            yield NewToken(sequence, each, int(drawn[sequence]), choice, read)
 
     def _allowed(self) -> np.ndarray | None:
         """Return the tokens that each sequence may draw; None if each may draw all tokens."""

@@ -1,7 +1,6 @@
 """Connections of clients, with a limit on the time in which headers arrive."""
 
 import asyncio
-import functools
 from typing import Any
 
 import h11
@@ -9,6 +8,8 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from infinigen_jax.server.app import Service
+
+HEADER_SECONDS = 10.0
 
 
 class Connection(H11Protocol):
@@ -18,9 +19,7 @@ class Connection(H11Protocol):
     all connections. `Guard` limits the time of a body.
     """
 
-    def __init__(self, *arguments: Any, header_seconds: float, **settings: Any):
-        super().__init__(*arguments, **settings)
-        self._header_seconds, self._timer = header_seconds, None
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -43,9 +42,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def _start_timer(self) -> None:
-        self._timer: asyncio.TimerHandle | None = self.loop.call_later(
-            self._header_seconds, self.transport.close
-        )
+        self._timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -55,10 +52,9 @@ class Connection(H11Protocol):
 
 def http_config(app: Any, service: Service, connections: int | None = None) -> uvicorn.Config:
     """Return uvicorn's configuration; more connections than `connections` get status 503."""
-    http: Any = functools.partial(Connection, header_seconds=service.header_seconds)
     return uvicorn.Config(
         app,
-        http=http,
+        http=Connection,
         ws="none",
         log_config=None,
         access_log=False,

@@ -1,4 +1,4 @@
-"""Checks before a request is read: headers, API key, size and time of the body; and refusals."""
+"""Checks before a request is read: API key, size and time of the body; and refusals."""
 
 import asyncio
 import hmac
@@ -7,7 +7,8 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-HEADER_BYTES = 16 << 10
+BODY_BYTES = 32 << 20
+BODY_SECONDS = 30.0
 CLOSE = {"connection": "close"}
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
@@ -28,17 +29,12 @@ def refusal(
 class Guard:
     """ASGI middleware of these checks. The page, its files and /health need no key."""
 
-    def __init__(self, app: Any, api_key: str | None, body_limit: int, body_seconds: float):
-        self._app, self._limit, self._seconds = app, body_limit, body_seconds
-        self._key = None if api_key is None else api_key.encode()
+    def __init__(self, app: Any, api_key: str | None):
+        self._app, self._key = app, None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-            return
-        if sum(len(name) + len(value) for name, value in scope["headers"]) > HEADER_BYTES:
-            message = f"the headers are larger than {HEADER_BYTES} bytes"
-            await refusal(431, message, headers=CLOSE)(scope, receive, send)
             return
         headers = dict(scope["headers"])
         if not self._admits(scope, headers.get(b"authorization", b"")):
@@ -47,8 +43,8 @@ class Guard:
             await refusal(401, message, code=code, headers=asked)(scope, receive, send)
             return
         length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > self._limit:
-            message = f"the body is larger than {self._limit} bytes"
+        if not length.isdigit() or int(length) > BODY_BYTES:
+            message = f"the body is larger than {BODY_BYTES} bytes"
             await refusal(413, message, headers=CLOSE)(scope, receive, send)
             return
         await self._app(scope, self._limited(receive), send)
@@ -63,7 +59,7 @@ class Guard:
     def _limited(self, receive: Any) -> Any:
         """Return `receive` with limits on the size and the time of the whole body."""
         loop = asyncio.get_running_loop()
-        deadline, size, complete = loop.time() + self._seconds, 0, False
+        deadline, size, complete = loop.time() + BODY_SECONDS, 0, False
 
         async def limited() -> Any:
             nonlocal size, complete
@@ -75,8 +71,8 @@ class Guard:
             except TimeoutError:
                 raise HTTPException(408, "the body did not arrive in time", CLOSE) from None
             size += len(message.get("body", b""))
-            if size > self._limit:
-                raise HTTPException(413, f"the body is larger than {self._limit} bytes", CLOSE)
+            if size > BODY_BYTES:
+                raise HTTPException(413, f"the body is larger than {BODY_BYTES} bytes", CLOSE)
             complete = not message.get("more_body", False)
             return message
 

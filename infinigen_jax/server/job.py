@@ -16,18 +16,12 @@ if TYPE_CHECKING:
     from infinigen_jax.server.answer import Piece
 
 
-class BusyError(Exception):
-    """Error for a full queue."""
-
-
-class UnavailableError(Exception):
-    """Error of a server that is starting, stopping or out of order."""
-
-
 class RefusedError(Exception):
     """Request that cannot be served: parameter at fault, HTTP status, OpenAI's error code."""
 
-    def __init__(self, message: str, param: str, status: int = 400, code: str | None = None):
+    def __init__(
+        self, message: str, param: str | None = None, status: int = 400, code: str | None = None
+    ):
         super().__init__(message)
         self.param, self.status, self.code = param, status, code
 

@@ -23,10 +23,12 @@ from infinigen_jax.engine.shared_prefix import may_share
 from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.server.answer import Answer, Piece
 from infinigen_jax.server.batch import NewToken, served_batch
-from infinigen_jax.server.job import BusyError, Intake, Job, RefusedError, UnavailableError
+from infinigen_jax.server.job import Intake, Job, RefusedError
 from infinigen_jax.server.limits import READERS, Limits
 from infinigen_jax.server.metrics import Metrics
 from infinigen_jax.server.prefix_cache import PrefixCache
+
+UNAVAILABLE = "the server is starting or stopping"
 
 logger = logging.getLogger(__name__)
 
@@ -61,12 +63,12 @@ class Scheduler:
         self._thread.start()
 
     def check(self, prompts: int) -> None:
-        """Raise BusyError or UnavailableError if this number of prompts cannot be queued."""
+        """Raise RefusedError if this number of prompts cannot be queued."""
         with self._wake:
             if self._stopping or not self.ready.is_set() or self.failure is not None:
-                raise UnavailableError
+                raise RefusedError(UNAVAILABLE, status=503)
             if len(self._waiting) + prompts > self.limits.waiting + self._free:
-                raise BusyError
+                raise RefusedError("too many requests wait; try again later", status=429)
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue a request's prompts, all or none; raise as `check` does."""
@@ -129,7 +131,7 @@ class Scheduler:
         except BaseException as error:  # such as panics of libraries in Rust
             logger.exception("the scheduler ended")
             self.failure = str(error) or repr(error)
-        self._fail(UnavailableError())
+        self._fail(RefusedError(UNAVAILABLE, status=503))
         if self.failure is not None:
             self.failed()
 

@@ -6,7 +6,7 @@ Settings of other policies are in the policy's file. They follow its name: `ques
 import dataclasses
 import math
 
-from infinigen_jax.numeric import LEAST_SHARE, OneOf, Range, number, share, whole_number
+from infinigen_jax.numeric import LEAST_SHARE, SHARE, OneOf, Range, whole_number
 from infinigen_jax.settings.setting import Settings, setting
 
 INDEX_DTYPES = ("auto", "float32", "bfloat16", "int4")
@@ -35,7 +35,7 @@ class ResidentSettings(Settings):
 class BudgetSettings(ResidentSettings):
     """Settings of a policy that fetches at most a share of the rows."""
 
-    budget: float = setting(0.1, "most rows fetched, as a share of those cached", "F", share())
+    budget: float = setting(0.1, "most rows fetched, as a share of those cached", "F", SHARE)
     sinks: int = 4
     window: int = 32
 
@@ -77,10 +77,10 @@ class InfiniGenSettings(BudgetSettings):
         "fetch rows that score within A of the best; the paper: 4 for OPT, 5 for LLaMA; inf: by "
         "the budget alone",
         "A",
-        number(LEAST_SHARE, math.inf),
+        Range(LEAST_SHARE, math.inf),
     )
     partial_ratio: float = setting(
-        0.75, "share of a key's columns in the index, rounded up to whole words", "R", share()
+        0.75, "share of a key's columns in the index, rounded up to whole words", "R", SHARE
     )
     index_dtype: str = setting("int4", check=OneOf(INDEX_DTYPES))
     count: str = setting("head", check=OneOf(COUNTS))

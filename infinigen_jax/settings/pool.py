@@ -5,7 +5,7 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 from infinigen_jax.errors import InputError, ParameterError
-from infinigen_jax.numeric import OneOf, Range, share, whole_number
+from infinigen_jax.numeric import SHARE, OneOf, Range, whole_number
 from infinigen_jax.settings.setting import Settings, setting
 
 POOL_EVICTIONS = ("fifo", "lru", "counter")
@@ -23,7 +23,7 @@ class Limit(Range):
             return ""
         if isinstance(value, str):
             return "give a number of tokens, a share such as 80%, or all"
-        return share().problem(value) if isinstance(value, float) else super().problem(value)
+        return SHARE.problem(value) if isinstance(value, float) else super().problem(value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Pool(Settings):
         None,
         "alternative to tokens: share of the longest sequence's tokens, at least the recent window",
         "S",
-        share(),
+        SHARE,
     )
     eviction: str = setting(
         "counter",

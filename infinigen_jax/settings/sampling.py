@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from infinigen_jax.numeric import number, share, whole_number
+from infinigen_jax.numeric import SHARE, Range, whole_number
 from infinigen_jax.settings.setting import Settings, setting
 
 # Below this temperature the division could overflow, and the draw would be greedy anyway.
@@ -22,26 +22,26 @@ class Sampling(Settings):
         ParameterError: a value is out of range.
     """
 
-    temperature: float = setting(0.0, "divisor of the logits; 0 is greedy", "T", number(0))
+    temperature: float = setting(0.0, "divisor of the logits; 0 is greedy", "T", Range(0))
     top_k: int = setting(0, "sample from the K likeliest tokens; 0: from all", "K", whole_number(0))
     top_p: float = setting(
-        1.0, "sample from the fewest likeliest tokens whose probabilities sum to P", "P", share()
+        1.0, "sample from the fewest likeliest tokens whose probabilities sum to P", "P", SHARE
     )
     min_p: float = setting(
-        0.0, "sample from tokens at least P times as probable as the likeliest", "P", number(0, 1)
+        0.0, "sample from tokens at least P times as probable as the likeliest", "P", Range(0, 1)
     )
     repetition_penalty: float = setting(
         1.0,
         "divisor of the positive logits, and factor of the negative ones, of tokens in the prompt "
         "or the answer",
         "R",
-        number(0.01, 100),
+        Range(0.01, 100),
     )
     presence_penalty: float = setting(
-        0.0, "subtracted from the logits of tokens in the answer", "A", number(-2, 2)
+        0.0, "subtracted from the logits of tokens in the answer", "A", Range(-2, 2)
     )
     frequency_penalty: float = setting(
-        0.0, "subtracted from a logit for each time its token is in the answer", "A", number(-2, 2)
+        0.0, "subtracted from a logit for each time its token is in the answer", "A", Range(-2, 2)
     )
     seed: int = setting(0, "seed of the samples", "S", whole_number(0, 2**32 - 1))
 

@@ -52,10 +52,11 @@ def prepared(tokenizer, template, prefix="", **options):
 
 def test_a_template_makes_messages_of_prompts(tokenizer):
     given = prepared(tokenizer, TEMPLATE, system="Be brief.")
-    texts = [tokenizer.decode(tokens) for tokens in given.tokens]
+    texts = [tokenizer.decode(tokens) for tokens in given["prompts"]]
     assert texts == [f"<s>[system] Be brief.</s>[user] {p}</s>[assistant]" for p in PROMPTS]
-    assert all(tokens.count(tokenizer.bos_token_id) == 1 for tokens in given.tokens)
-    assert given.shared == 0 and given.most == 200 - max(map(len, given.tokens)) < ANSWER_TOKENS
+    assert all(tokens.count(tokenizer.bos_token_id) == 1 for tokens in given["prompts"])
+    fitting = 200 - max(map(len, given["prompts"]))
+    assert given["prefix"] == 0 and given["max_new_tokens"] == fitting < ANSWER_TOKENS
 
 
 def test_a_chat_of_a_library(tokenizer):
@@ -66,23 +67,24 @@ def test_a_chat_of_a_library(tokenizer):
     templated = Tokenizer(tokenizer.backend, tokenizer.special_tokens, TEMPLATE)
     config = dataclasses.replace(model.config, vocab_size=10**6)
     model = dataclasses.replace(model, config=config, given_tokenizer=templated)
-    expected = prepared(tokenizer, TEMPLATE, system="Be brief.").tokens[0]
+    expected = prepared(tokenizer, TEMPLATE, system="Be brief.")["prompts"][0]
     assert engine_of(model).encode_chat(turn) == expected
 
 
 def test_a_prefix_is_within_the_message_and_shared(tokenizer):
     prefix = "Once upon a time there was a king of a far country. "
     given = prepared(tokenizer, TEMPLATE, prefix, max_new_tokens=5)
-    first, second = given.tokens
+    first, second = given["prompts"]
     assert tokenizer.decode(first) == f"<s>[user] {prefix}{PROMPTS[0]}</s>[assistant]"
-    assert given.shared > 10 and first[: given.shared] == second[: given.shared]
-    assert given.most == 5
+    assert given["prefix"] > 10 and first[: given["prefix"]] == second[: given["prefix"]]
+    assert given["max_new_tokens"] == 5
 
 
 def test_prompts_without_a_template(tokenizer):
     expected = [tokenizer.encode(prompt) for prompt in PROMPTS]
     for given in (prepared(tokenizer, None), prepared(tokenizer, TEMPLATE, raw=True)):
-        assert given == (expected, 0, NEW_TOKENS, True)
+        settings = {"max_new_tokens": NEW_TOKENS, "prefix": 0, "continues": True}
+        assert given == {"prompts": expected} | settings
     with pytest.raises(InputError, match="system: no chat template"):
         prepared(tokenizer, None, system="Be brief.")
 

@@ -13,7 +13,7 @@ from runtime import ALL, NEW, SPARSE, engine, numbers, random_model, slow_except
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
 from infinigen_jax.engine.shared_prefix import UNIT, choose_sharing, common_prefix
-from infinigen_jax.engine.workspace import decode_bytes, prefill_bytes
+from infinigen_jax.engine.workspace import prefill_bytes, step_bytes
 from infinigen_jax.errors import InputError
 from infinigen_jax.policies import H2O, Full, Policy
 from infinigen_jax.programs.compilations import compilations
@@ -135,7 +135,7 @@ def test_the_plan_is_of_what_comes_one_after_the_other():
     sizes = made.decoder, made.runtime.weights.params
     assert alone.workspace == prefill_bytes(*sizes, 1, 192, run.capacity)
     assert ends.workspace == prefill_bytes(*sizes, 2, 128, run.capacity)
-    assert step.workspace == decode_bytes(*sizes, 2, run.capacity)
+    assert step.workspace == step_bytes(*sizes, 2, run.capacity)
     assert waiting.workspace == prefill_bytes(*sizes, 1, 128, run.capacity)
     together = made.start(WHOLE, max_new_tokens=NEW, prefix=len(PREFIX))
     assert [plan.dense_cache // alone.dense_cache for plan in together.phases] == [1, 6, 5, 5]
