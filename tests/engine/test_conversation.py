@@ -219,13 +219,13 @@ def test_other_settings_are_refused_by_name(why, saved):
 
 def test_other_weights_of_the_same_files_are_refused_by_name(tmp_path):
     model = dataclasses.replace(random_model("one"), path=embedded())
-    conversation = Engine(model, policy=SPARSE).conversation(context=CONTEXT)
+    conversation = Engine(model, policy=SPARSE, dense_layers=0).conversation(context=CONTEXT)
     say(conversation, TURNS[0], 2)
     conversation.save(tmp_path / "talk")
     layers = [shrink(layer, "int8") for layer in model.params["layers"]]
     small = dataclasses.replace(model, params=model.params | {"layers": layers})
     with pytest.raises(InputError, match="weight dtype as dtype, not int8"):
-        Engine(small, policy=SPARSE).resume(tmp_path / "talk")
+        Engine(small, policy=SPARSE, dense_layers=0).resume(tmp_path / "talk")
 
 
 def test_settings_that_change_no_result_may_differ(saved, tmp_path):

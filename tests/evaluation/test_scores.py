@@ -39,7 +39,7 @@ def reference_nats(model: Model, windows: np.ndarray, context: int) -> np.ndarra
 # Scores.
 
 
-@pytest.mark.parametrize("name", ["gqa", pytest.param("opt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["one", pytest.param("opt", marks=pytest.mark.slow)])
 def test_full_cache_scores_equal_the_plain_forward_pass(name):
     (nats, *_), traffic = score_windows(engine(name, Full()), WINDOWS, CONTEXT, batch=2)
     expected = reference_nats(random_model(name), WINDOWS, CONTEXT)
