@@ -2,22 +2,14 @@
 
 import argparse
 import dataclasses
-import io
-import sys
 
 import pytest
 from runtime import random_model
 
-from infinigen_jax.cli.prompts import (
-    ANSWER_TOKENS,
-    NEW_TOKENS,
-    prepare_prompts,
-    read_stdin,
-)
+from infinigen_jax.cli.prompts import ANSWER_TOKENS, NEW_TOKENS, prepare_prompts
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import Model, embedded
-from infinigen_jax.messages import Messages
 from infinigen_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 TEMPLATE = (
@@ -93,10 +85,3 @@ def test_tokens_that_end_a_turn(tokenizer):
     backend.add_special_tokens(["<|im_end|>"])
     chatting = Tokenizer(backend, tokenizer.special_tokens)
     assert chatting.end_ids == [tokenizer.eos_token_id, backend.token_to_id("<|im_end|>")]
-
-
-def test_stdin_that_is_not_utf8(monkeypatch):
-    """In the C locale, bytes that are not UTF-8 become lone surrogates."""
-    monkeypatch.setattr(sys, "stdin", io.StringIO("The king said \udcff"))
-    with pytest.raises(InputError, match="stdin: not UTF-8 text"):
-        read_stdin(Messages(True))

@@ -11,7 +11,6 @@ from runtime import (
     RAGGED,
     SPARSE,
     counts_of,
-    engine,
     finished,
     numbers,
     random_model,
@@ -22,7 +21,7 @@ from runtime import (
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import embedded
-from infinigen_jax.policies import Full, InfiniGen, Policy, Quest
+from infinigen_jax.policies import Full, InfiniGen, Policy
 from infinigen_jax.settings.pool import Pool
 from infinigen_jax.settings.sampling import Sampling
 from infinigen_jax.text.tokenizer import load_tokenizer
@@ -108,6 +107,7 @@ def test_settings_and_prompts_out_of_range():
     refused: list[tuple[Any, int, str]] = [
         ([], 4, "prompts"),
         ([[]], 4, "prompts"),
+        ([[], [5, 6]], 4, "prompts"),
         ([[96]], 4, "prompts"),
         ([[-1]], 4, "prompts"),
         ([""], 4, "prompts"),
@@ -128,8 +128,9 @@ def test_settings_and_prompts_out_of_range():
         ([[5], [5] * 256], 1, "prompt 2 of 2 has 256 tokens"),
     ]
     for prompts, new, named in refused:
-        with pytest.raises(InputError, match=named):
-            made.generate(prompts, max_new_tokens=new)
+        for begin in (made.generate, made.start):
+            with pytest.raises(InputError, match=named):
+                begin(prompts, max_new_tokens=new)
     assert len(tokens_of(made, [[5] * 250], 6, ignore_eos=True)[0]) == 6
     with pytest.raises(InputError, match="sampling: 512 is not a Sampling"):
         made.conversation(512)  # pyright: ignore[reportArgumentType]
@@ -144,6 +145,8 @@ def test_other_arguments_that_cannot_be_are_refused():
     for wrong in (None, 5, True):
         with pytest.raises(InputError, match="prefix"):
             made.generate([[5]], prefix=wrong)
+    with pytest.raises(InputError, match="prefix"):
+        made.start([[5, 6]], prefix=-3)
     for wrong in ("99", 1.5, 1, 1000):
         with pytest.raises(InputError, match="context"):
             made.conversation(context=wrong)
@@ -157,7 +160,7 @@ def test_numbers_of_numpy_are_settings(tmp_path):
     single: Any = np.float32
     whole: Any = np.int64
     sampling = Sampling(temperature=single(0.5), seed=whole(3))
-    policy = Quest(budget=single(0.25), window=whole(4))
+    policy = dataclasses.replace(SPARSE, alpha=single(4), window=whole(4))
     talk = small(policy).conversation(sampling, context=whole(64))
     list(talk.turn([5] * 20, 3, ignore_eos=True))
     talk.save(tmp_path / "talk")
@@ -185,15 +188,6 @@ def test_arrays_are_prompts():
     one = np.array([5, 6, 7])
     for prompts in (one, jnp.array(one), [one], one[None], list(one), [list(one)], ((5, 6, 7),)):
         assert tokens_of(made, prompts) == expected
-
-
-@pytest.mark.parametrize("prompts", [[[]], [[], [5, 6]], [[5, 600]]])
-def test_prompts_of_start_are_checked(prompts):
-    made = engine("one")
-    with pytest.raises(InputError, match="prompts"):
-        made.start(prompts)
-    with pytest.raises(InputError, match="prefix"):
-        made.start([[5, 6]], prefix=-3)
 
 
 def test_texts_of_a_stream():

@@ -177,12 +177,12 @@ def test_requests_hold_the_largest_cap(budget):
 NAN = float("nan")
 WRONG: dict[str, list[Any]] = {"budget": [0.0, -0.1, 1.01, NAN, 1e-10], "alpha": [-1.0, NAN]}
 WRONG |= {"partial_ratio": [0.0, 1.5, NAN], "window": [0, True], "sinks": [-1]}
-WRONG |= {"index_dtype": ["int3"], "count": ["median"]}
+WRONG |= {"index_dtype": ["int3"], "count": ["median"], "tail": ["false"]}
 
 
 @pytest.mark.parametrize("name, value", [(n, x) for n, values in WRONG.items() for x in values])
 def test_settings_out_of_range_are_named(name, value):
-    with pytest.raises(InputError, match=name):
+    with pytest.raises(InputError, match=f"{name} "):
         InfiniGen(**{name: value})
 
 

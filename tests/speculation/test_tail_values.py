@@ -19,7 +19,6 @@ from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.ops.attention import Tail, attend, attend_weighted, packed
 from infinigen_jax.policies import Full, InfiniGen
 from infinigen_jax.selection.select import Request
-from infinigen_jax.settings.policy import INDEX_DTYPES
 from infinigen_jax.skew.tail_moments import block_products
 from infinigen_jax.speculation.index import IndexFormat
 from infinigen_jax.speculation.tail import fit_slope, predicted, without_predicted
@@ -93,14 +92,10 @@ def test_a_conversion_measures_the_keys_and_values_that_are_cached(tiny, tmp_pat
 SLOTS = Slots(4, 32, 64)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(n, 1e-5) for n in INDEX_DTYPES if "float" in n or n == "auto"]
-)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.02)])
 @pytest.mark.parametrize("with_basis", [True, False])
 def test_values_that_follow_from_their_keys_are_attended_exactly(dtype, tolerance, with_basis):
     """For any fetched rows, and any weights within a block."""
-    if dtype == "bfloat16":
-        tolerance = 0.02
     b, k, g, d, t = 2, 2, 3, 8, 256
     keys, q = normal(b, k, t, d), 2 * normal(b, k, g, d, seed=1)
     linear = normal(k, d, d, seed=2)
