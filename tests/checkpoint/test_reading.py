@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from tiny import LLAMA, as_torch, only, take_tensors
+from tiny import LLAMA, as_torch, only, refuses, take_tensors
 
 from infinigen_jax.checkpoint.hf_folder import (
     checked_folder,
@@ -245,8 +245,7 @@ def test_a_tied_head_must_equal_the_embeddings(tiny):
 
 def test_mapping_lists_only_the_first_of_many():
     config = config_from_hf(LLAMA | {"num_hidden_layers": 40})
-    with pytest.raises(InputError, match="and 343 more"):
-        match({}, blueprint(config, jnp.float32), "folder")
+    refuses("and 343 more", match, {}, blueprint(config, jnp.float32), "folder")
 
 
 # Torch files.
@@ -337,8 +336,7 @@ def test_numbers_of_special_tokens(name, value, tmp_path):
         for other, settings in files.items():
             changed = settings | {name: value} if other == file else settings
             (tmp_path / other).write_text(json.dumps(changed))
-        with pytest.raises(InputError, match=f"{tmp_path}/{file}: {name} is .* below 96"):
-            read_config(tmp_path)
+        refuses(f"{tmp_path}/{file}: {name} is .* below 96", read_config, tmp_path)
 
 
 def test_several_tokens_may_end_a_text(tmp_path):

@@ -5,10 +5,10 @@ import dataclasses
 
 import pytest
 from runtime import random_model
+from tiny import refuses
 
 from infinigen_jax.cli.prompts import ANSWER_TOKENS, NEW_TOKENS, prepare_prompts
 from infinigen_jax.engine.engine import Engine
-from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import Model, embedded
 from infinigen_jax.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -53,8 +53,7 @@ def test_a_template_makes_messages_of_prompts(tokenizer):
 def test_a_chat_of_a_library(tokenizer):
     model = dataclasses.replace(random_model("one"), given_tokenizer=None)
     turn = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROMPTS[0]}]
-    with pytest.raises(InputError, match="no chat template"):
-        engine_of(model).encode_chat(turn)
+    refuses("no chat template", engine_of(model).encode_chat, turn)
     templated = Tokenizer(tokenizer.backend, tokenizer.special_tokens, TEMPLATE)
     config = dataclasses.replace(model.config, vocab_size=10**6)
     model = dataclasses.replace(model, config=config, given_tokenizer=templated)
@@ -75,8 +74,7 @@ def test_prompts_without_a_template(tokenizer):
     expected = [tokenizer.encode(prompt) for prompt in PROMPTS]
     for given in (prepared(tokenizer, None), prepared(tokenizer, TEMPLATE, raw=True)):
         assert given == (expected, 0, NEW_TOKENS, True)
-    with pytest.raises(InputError, match="system: no chat template"):
-        prepared(tokenizer, None, system="Be brief.")
+    refuses("system: no chat template", prepared, tokenizer, None, system="Be brief.")
 
 
 def test_tokens_that_end_a_turn(tokenizer):

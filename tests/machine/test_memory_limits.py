@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from runtime import engine, random_model
+from tiny import refuses
 
 from infinigen_jax.engine import memory_plan as planning
 from infinigen_jax.engine.memory_plan import MemoryPlan, check_memory
@@ -222,8 +223,7 @@ def test_weights_that_the_host_has_no_room_for(monkeypatch, tmp_path):
     with pytest.raises(InputError, match=f"pinned memory.*set {PINNED_POOL_VARIABLE}=3"):
         room.check_room(tmp_path, shapes, "host")
     monkeypatch.setattr(room, "available_host_bytes", lambda: needed - 1)
-    with pytest.raises(InputError, match="of host memory, .*use `weight_dtype` int8"):
-        room.check_room(tmp_path, shapes, "host")
+    refuses("of host memory, .*use `weight_dtype` int8", room.check_room, tmp_path, shapes, "host")
     room.check_room(tmp_path, shapes, "device")
 
 
@@ -237,8 +237,7 @@ def test_a_layer_is_read_before_it_is_small(monkeypatch, tmp_path, weight_dtype)
     monkeypatch.setattr(room, "available_device_bytes", lambda device: needed)
     assert room.check_room(tmp_path, kept, "device") == 0
     monkeypatch.setattr(room, "available_device_bytes", lambda device: needed - 1)
-    with pytest.raises(InputError, match="of memory"):
-        room.check_room(tmp_path, kept, "device")
+    refuses("of memory", room.check_room, tmp_path, kept, "device")
 
 
 def test_fewer_layers_are_read_at_a_time_where_memory_is_short():
@@ -251,8 +250,7 @@ def test_fewer_layers_are_read_at_a_time_where_memory_is_short():
 @pytest.mark.parametrize("value", ["many", "0", "-1", "1.5"])
 def test_pinned_pool_refuses_nonsense(monkeypatch, value):
     monkeypatch.setenv(PINNED_POOL_VARIABLE, value)
-    with pytest.raises(InputError, match=PINNED_POOL_VARIABLE):
-        pinned_pool_limit_bytes(FakeDevice("gpu"))
+    refuses(PINNED_POOL_VARIABLE, pinned_pool_limit_bytes, FakeDevice("gpu"))
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime import TAILED, finished, random_model, score
+from tiny import refuses
 
 from infinigen_jax import Engine
 from infinigen_jax.cache.layers import Slots
 from infinigen_jax.convert.calibrate import DEFAULT_TEXT, SINKS
 from infinigen_jax.convert.pipeline import convert
-from infinigen_jax.errors import InputError
 from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.ops.attention import Tail, attend, attend_weighted, packed
 from infinigen_jax.policies import Full, InfiniGen
@@ -188,5 +188,4 @@ def test_without_moments_or_blocks_there_is_nothing_to_predict_by():
             expected, model.config.head_dim
         ), (pooled, expected)
     assert InfiniGen(tail=False).fitted(with_, True, False).tail_columns == 0
-    with pytest.raises(InputError, match="tail_columns 17: it must be at least 0 and at most 16"):
-        InfiniGen(tail_columns=17)
+    refuses("tail_columns 17: it must be at least 0 and at most 16", InfiniGen, tail_columns=17)
