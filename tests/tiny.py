@@ -80,6 +80,11 @@ def make_tiny(folder: Path, family: str, seed: int = 0, **settings: Any) -> Tiny
     return TinyModel(folder, model)
 
 
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    """Return normally distributed random numbers of a shape, in float32."""
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
 def add_tokenizer(folder: Path) -> Path:
     """Copy the embedded models' tokenizer into a folder."""
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -282,16 +282,8 @@ def test_the_command_alone(shallow_folder):
 @pytest.mark.slow
 def test_interrupted_in_the_middle(tmp_path):
     stats = tmp_path / "stats.json"
-    arguments = (
-        "--model",
-        embedded(),
-        "--prompt",
-        "The",
-        "--ignore-eos",
-        "--max-new-tokens",
-        "1000",
-    )
-    arguments = (*GENERATE, *arguments, "--stats-json", stats, "--schedule", "layerwise")
+    options = "--prompt The --ignore-eos --max-new-tokens 1000 --schedule layerwise".split()
+    arguments = (*GENERATE, "--model", embedded(), *options, "--stats-json", stats)
     with started(*arguments) as process:
         assert process.stdout is not None and process.stdout.read(1)
         process.send_signal(signal.SIGINT)

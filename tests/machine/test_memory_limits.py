@@ -250,17 +250,10 @@ def test_pinned_pool_refuses_nonsense(monkeypatch, value):
     refuses(PINNED_POOL_VARIABLE, pinned_pool_limit_bytes, FakeDevice("gpu"))
 
 
-@pytest.mark.parametrize(
-    "count, text",
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1536, "1.5 KiB"),
-        (2**20 - 1, "1.0 MiB"),
-        (64 * GIB, "64.0 GiB"),
-        (-3 * GIB, "-3.0 GiB"),
-        (3 << 50, "3.0 PiB"),
-    ],
-)
+BYTES = {0: "0 B", 1023: "1023 B", 1536: "1.5 KiB", 2**20 - 1: "1.0 MiB"}
+BYTES |= {64 * GIB: "64.0 GiB", -3 * GIB: "-3.0 GiB", 3 << 50: "3.0 PiB"}
+
+
+@pytest.mark.parametrize("count, text", BYTES.items())
 def test_format_bytes(count, text):
     assert format_bytes(count) == text

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime import TAILED, finished, random_model, score
-from tiny import refuses
+from tiny import normal, refuses
 
 from infinigen_jax import Engine
 from infinigen_jax.cache.layers import Slots
@@ -22,10 +22,6 @@ from infinigen_jax.selection.select import Request
 from infinigen_jax.skew.tail_moments import block_products
 from infinigen_jax.speculation.index import IndexFormat
 from infinigen_jax.speculation.tail import fit_slope, predicted, without_predicted
-
-
-def normal(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 @settings(max_examples=20)
