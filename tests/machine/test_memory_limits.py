@@ -115,7 +115,7 @@ def test_what_does_not_fit_is_refused_with_what_to_lower(monkeypatch):
 
     def refusal(**parts: int) -> str:
         sizes = {field.name: 0 for field in dataclasses.fields(MemoryPlan)} | parts
-        return refuses("", check_memory, MemoryPlan(**sizes), device, remedies)
+        return refuses("memory", check_memory, MemoryPlan(**sizes), device, remedies)
 
     monkeypatch.setenv(PINNED_POOL_VARIABLE, "80")
     assert "120.0 GiB of host memory" in (message := refusal(host_cache=120 * GIB))
