@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.special import softmax
 from tiny import logits_of
 
 from infinigen_jax.cache.cache import Cache
@@ -273,8 +274,7 @@ def plain_pass(
         keys, values = (np.asarray(y, np.float64) for y in layer.key_value(a, positions))
         keys, values = (np.repeat(y, config.group_size, axis=2) for y in (keys, values))
         scores = np.where(seen, np.einsum("bqhd,bkhd->bhqk", q, keys), -np.inf)
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        weights /= weights.sum(axis=-1, keepdims=True)
+        weights = softmax(scores, axis=-1)
         o = jnp.asarray(np.einsum("bhqk,bkhd->bqhd", weights, values), jnp.float32)
         output = layer.attention_output(o)
         layers.append(PlainLayer(weights, values, layer, np.asarray(output)))

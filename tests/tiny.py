@@ -13,7 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import Model, embedded
 from infinigen_jax.models import ModelConfig, blueprint
 from infinigen_jax.models.forward import forward
@@ -78,6 +80,11 @@ def make_tiny(folder: Path, family: str, seed: int = 0, **settings: Any) -> Tiny
     return TinyModel(folder, model)
 
 
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    """Return normally distributed random numbers of a shape, in float32."""
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
 def add_tokenizer(folder: Path) -> Path:
     """Copy the embedded models' tokenizer into a folder."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -117,6 +124,14 @@ def logits_of(model: Model, tokens: np.ndarray) -> np.ndarray:
     """Return logits [b, s, v] of a loaded model, without cache or skewing."""
     run = compiled_forward(model.config, model.dtype)
     return np.asarray(run(model.params, jnp.asarray(tokens)))
+
+
+def refuses(message: str, function: Any, /, *arguments: Any, **settings: Any) -> str:
+    """Check that a call ends with an InputError of one line that has a pattern; return the line."""
+    with pytest.raises(InputError, match=message) as caught:
+        function(*arguments, **settings)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def only(folder: Path, *names: str) -> list[str]:

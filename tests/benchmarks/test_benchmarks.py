@@ -21,14 +21,8 @@ from infinigen_jax.models import blueprint
 from infinigen_jax.policies import InfiniGen
 
 CONTEXT = 96
-SYSTEMS = [
-    "infinigen",
-    "full-device",
-    "infinigen-paper",
-    "transformers",
-    "transformers-static",
-    "transformers-offloaded",
-]
+SYSTEMS = "infinigen full-device infinigen-paper transformers".split()
+SYSTEMS += ["transformers-static", "transformers-offloaded"]
 MEASURED = [name for name in SYSTEMS if name != "transformers-offloaded"]
 OURS = [name for name in MEASURED if presets.is_ours(name)]
 TOKENS, ROUNDS, STEPS, TRACED = 3, 2, 33, 2  # 33 single steps: one of them flushes

@@ -180,7 +180,7 @@ def test_sweeps_meet_in_a_point():
     assert over_ratio == {"infinigen": [(0.5, 5.0), (0.75, 5.0)]}
 
 
-def test_bad_input(refused, model, tmp_path):
+def test_bad_input(refused, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(PROSE)
     for arguments, message in {
@@ -190,7 +190,7 @@ def test_bad_input(refused, model, tmp_path):
         ("pie",): "pie",
         ("long-context", "--text", text, "--window", "48"): "--window: this figure sets it",
         ("long-context", "--text", text, "--policy", "h2o:window=3"): "give its name alone",
-        ("long-context", "--text", text, "--kept", "32", "--model", model): "64 positions",
+        ("long-context", "--text", text, "--kept", "257"): "only 1024 positions",
         ("skewing", "--text", text, "--alpha", "odd"): "--alpha odd",
         ("chunks", "--text", text, "--plot", tmp_path / "p.txt"): "--plot",
     }.items():

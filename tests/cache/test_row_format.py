@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import refuses
 
 from infinigen_jax.cache.row_format import RowFormat, row_format
-from infinigen_jax.errors import InputError
 
 DTYPES = ("float32", "bfloat16", "float16")
 BITS = {"int8": 8, "int4": 4}
@@ -48,10 +48,8 @@ def test_bytes_of_a_row(d, int8, int4):
 
 
 def test_what_cannot_be_stored_is_refused():
-    with pytest.raises(InputError, match="rows int3: use auto, int8 or int4"):
-        row_format("int3", "float32", 64)
-    with pytest.raises(InputError, match="rows int4: heads of 67 columns"):
-        row_format("int4", "float32", 67)
+    refuses("rows int3: use auto, int8 or int4", row_format, "int3", "float32", 64)
+    refuses("rows int4: heads of 67 columns", row_format, "int4", "float32", 67)
     assert row_format("auto", "float32", 67).width == 134
 
 

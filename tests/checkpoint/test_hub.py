@@ -11,10 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from tiny import LLAMA
+from tiny import LLAMA, refuses
 
 from infinigen_jax.checkpoint.hub import fetched
-from infinigen_jax.errors import InputError
 
 COMMITS = {"main": "a" * 40, "old": "b" * 40}
 CONFIG = json.dumps(LLAMA).encode()
@@ -200,5 +199,4 @@ def test_a_path_goes_first(tmp_path, monkeypatch):
     (tmp_path / "org" / "sharded").mkdir(parents=True)
     assert fetched("org/sharded") == Path("org/sharded")
     assert fetched(tmp_path / "a" / "b") == tmp_path / "a" / "b"
-    with pytest.raises(InputError, match="revision x: org/sharded is not"):
-        fetched("org/sharded", "x")
+    refuses("revision x: org/sharded is not", fetched, "org/sharded", "x")

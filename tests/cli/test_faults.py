@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from runtime import engine
-from tiny import only, python
+from tiny import only, python, refuses
 
 from infinigen_jax import evaluate, generate, plan
 from infinigen_jax.convert import __main__ as convert
@@ -234,8 +234,7 @@ def test_numbers_beyond_sizes(module):
     ],
 )
 def test_numbers_beyond_sizes_in_the_library(make):
-    with pytest.raises(InputError, match="at most"):
-        make()
+    refuses("at most", make)
 
 
 def test_messages_repeat_no_more_than_a_terminal_should_show(capsys):

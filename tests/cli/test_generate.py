@@ -114,8 +114,10 @@ def test_prompts_from_stdin(run, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert f"no prompt was given; this one is used: {DEFAULT_PROMPT}" in run(*SHORT[2:])[2]
     assert run(*SHORT, "--quiet")[1] == lines["\ufeffThe king said\n"] != lines[""] == lines["\n"]
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\x80"), "utf-8"))
-    assert "error: stdin: not UTF-8" in run(*SHORT[2:])[2]
+    # In the C locale, bytes that are not UTF-8 become lone surrogates.
+    for wrong in (io.TextIOWrapper(io.BytesIO(b"\x80"), "utf-8"), io.StringIO("said \udcff")):
+        monkeypatch.setattr(sys, "stdin", wrong)
+        assert "error: stdin: not UTF-8" in run(*SHORT[2:])[2]
 
 
 def test_a_policy_of_another_package(run, refused, tmp_path, monkeypatch):
@@ -271,24 +273,17 @@ def test_more_memory_than_there_is(refused, monkeypatch):
     assert "3.0 KiB" in message and "--max-new-tokens" in message
 
 
-def test_the_command_alone():
-    done = python(*GENERATE, "--model", "tiny-opt", *SHORT[:2], "--max-new-tokens", "1", "--quiet")
+def test_the_command_alone(shallow_folder):
+    model = shallow_folder / "tiny-opt"
+    done = python(*GENERATE, "--model", model, *SHORT[:2], "--max-new-tokens", "1", "--quiet")
     assert done.returncode == 0 and done.stderr == "" and len(done.stdout) > 1
 
 
 @pytest.mark.slow
 def test_interrupted_in_the_middle(tmp_path):
     stats = tmp_path / "stats.json"
-    arguments = (
-        "--model",
-        embedded(),
-        "--prompt",
-        "The",
-        "--ignore-eos",
-        "--max-new-tokens",
-        "1000",
-    )
-    arguments = (*GENERATE, *arguments, "--stats-json", stats, "--schedule", "layerwise")
+    options = "--prompt The --ignore-eos --max-new-tokens 1000 --schedule layerwise".split()
+    arguments = (*GENERATE, "--model", embedded(), *options, "--stats-json", stats)
     with started(*arguments) as process:
         assert process.stdout is not None and process.stdout.read(1)
         process.send_signal(signal.SIGINT)

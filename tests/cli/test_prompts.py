@@ -2,22 +2,14 @@
 
 import argparse
 import dataclasses
-import io
-import sys
 
 import pytest
 from runtime import random_model
+from tiny import refuses
 
-from infinigen_jax.cli.prompts import (
-    ANSWER_TOKENS,
-    NEW_TOKENS,
-    prepare_prompts,
-    read_stdin,
-)
+from infinigen_jax.cli.prompts import ANSWER_TOKENS, NEW_TOKENS, prepare_prompts
 from infinigen_jax.engine.engine import Engine
-from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import Model, embedded
-from infinigen_jax.messages import Messages
 from infinigen_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 TEMPLATE = (
@@ -62,8 +54,7 @@ def test_a_template_makes_messages_of_prompts(tokenizer):
 def test_a_chat_of_a_library(tokenizer):
     model = dataclasses.replace(random_model("one"), given_tokenizer=None)
     turn = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROMPTS[0]}]
-    with pytest.raises(InputError, match="no chat template"):
-        engine_of(model).encode_chat(turn)
+    refuses("no chat template", engine_of(model).encode_chat, turn)
     templated = Tokenizer(tokenizer.backend, tokenizer.special_tokens, TEMPLATE)
     config = dataclasses.replace(model.config, vocab_size=10**6)
     model = dataclasses.replace(model, config=config, given_tokenizer=templated)
@@ -85,8 +76,7 @@ def test_prompts_without_a_template(tokenizer):
     for given in (prepared(tokenizer, None), prepared(tokenizer, TEMPLATE, raw=True)):
         settings = {"max_new_tokens": NEW_TOKENS, "prefix": 0, "continues": True}
         assert given == {"prompts": expected} | settings
-    with pytest.raises(InputError, match="system: no chat template"):
-        prepared(tokenizer, None, system="Be brief.")
+    refuses("system: no chat template", prepared, tokenizer, None, system="Be brief.")
 
 
 def test_tokens_that_end_a_turn(tokenizer):
@@ -95,10 +85,3 @@ def test_tokens_that_end_a_turn(tokenizer):
     backend.add_special_tokens(["<|im_end|>"])
     chatting = Tokenizer(backend, tokenizer.special_tokens)
     assert chatting.end_ids == [tokenizer.eos_token_id, backend.token_to_id("<|im_end|>")]
-
-
-def test_stdin_that_is_not_utf8(monkeypatch):
-    """In the C locale, bytes that are not UTF-8 become lone surrogates."""
-    monkeypatch.setattr(sys, "stdin", io.StringIO("The king said \udcff"))
-    with pytest.raises(InputError, match="stdin: not UTF-8 text"):
-        read_stdin(Messages(True))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from tiny import TEXT, add_tokenizer, logits_of, make_tiny, only, python
+from tiny import TEXT, add_tokenizer, logits_of, make_tiny, only, python, refuses
 
 from infinigen_jax.checkpoint.hf_folder import open_tensors
 from infinigen_jax.checkpoint.safetensors import SafetensorsWriter
@@ -116,8 +116,7 @@ def test_unchanged_weights_are_links(sharded, tiny, tokens, tmp_path, monkeypatc
         file.seek(-3, os.SEEK_END)
         file.write(b"xyz")
     message = f"other/{name}: damaged, its SHA-256 is not the recorded one; convert the model again"
-    with pytest.raises(InputError, match=message):
-        checkpoint.load(other)
+    refuses(message, checkpoint.load, other)
     checkpoint.load(copied)
 
 
@@ -128,9 +127,8 @@ def test_destinations_that_are_refused(tiny, tmp_path):
     made = tiny("llama", num_hidden_layers=1)
 
     def refused(destination: Path, message: str, force: bool = False) -> None:
-        with pytest.raises(InputError, match=message) as caught:
-            convert(made.folder, destination, calibration=TEXT, force=force)
-        assert str(destination) in str(caught.value)
+        given = {"calibration": TEXT, "force": force}
+        assert str(destination) in refuses(message, convert, made.folder, destination, **given)
 
     refused(made.folder, "same folder", force=True)
     (tmp_path / "link").symlink_to(made.folder)
@@ -160,8 +158,7 @@ def test_a_failing_writer_leaves_what_was_there(error, seen, message, tiny, tmp_
     made = tiny("llama", num_hidden_layers=1)
     out = convert(made.folder, tmp_path / "out", calibration=TEXT)
     before = {file.name: file.read_bytes() for file in out.iterdir()}
-    with pytest.raises(InputError, match="already exists"):
-        convert(made.folder, out, skew="none")
+    refuses("already exists", convert, made.folder, out, skew="none")
     add = SafetensorsWriter.add
     for place in (out, tmp_path / "new" / "deep" / "out"):
         count = itertools.count()

@@ -7,10 +7,9 @@ import os
 
 import pytest
 from runtime import random_model
-from tiny import ROOT, python
+from tiny import ROOT, python, refuses
 
 from infinigen_jax.cache.host_array import checked_mesh, default_mesh
-from infinigen_jax.errors import InputError
 
 PROGRAM = """
 import jax
@@ -60,5 +59,4 @@ def test_a_mesh_that_does_not_fit_is_refused():
     heads = random_model("gqa").config.num_kv_heads
     assert checked_mesh(None, heads) is default_mesh()
     wrong = default_mesh().__class__(default_mesh().devices, ("model", "data"))
-    with pytest.raises(InputError, match="axes"):
-        checked_mesh(wrong, heads)
+    refuses("axes", checked_mesh, wrong, heads)

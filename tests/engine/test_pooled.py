@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from runtime import ALL, NEW, RAGGED, SPARSE, engine, plain_pass, random_model, score
+from tiny import refuses
 
 from infinigen_jax.cache.layers import Resident
 from infinigen_jax.engine.engine import Engine
@@ -140,8 +141,7 @@ def test_policies_that_cannot_have_a_limit():
             assert Engine(model, policy=policy, pool=SMALL).decoder.pool == SMALL
         else:
             message = f"policy {name} cannot have a limit; use full, .* or window"
-            with pytest.raises(InputError, match=message):
-                Engine(model, policy=policy, pool=SMALL)
+            refuses(message, Engine, model, policy=policy, pool=SMALL)
     assert {name for name, kind in POLICIES.items() if not kind.pools} == {"h2o", "quest"}
     with pytest.raises(InputError, match=r"pool\.tokens 5: .* use at least 6"):
         engine("gqa", SPARSE, pool=Pool(tokens=5)).start(RAGGED, max_new_tokens=NEW)

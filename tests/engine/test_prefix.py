@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime import ALL, NEW, SPARSE, engine, numbers, random_model, slow_except, tokens_of
+from tiny import refuses
 
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
@@ -169,10 +170,8 @@ def test_text_is_tokenised_whole():
     model = dataclasses.replace(random_model("gqa"), given_tokenizer=Letters())
     made = Engine(model, policy=SPARSE)
     assert made.encode_with_prefix("xxa", ["b", "c"]) == [made.encode("xxz"), made.encode("xxac")]
-    with pytest.raises(InputError, match="as text or as token numbers"):
-        made.generate([[5]], prefix="xxa")
-    with pytest.raises(InputError, match="prefix: .*UTF-8"):
-        made.generate("b", prefix="\ud800")
+    refuses("as text or as token numbers", made.generate, [[5]], prefix="xxa")
+    refuses("prefix: .*UTF-8", made.generate, "b", prefix="\ud800")
 
 
 def test_a_pool_is_refused():

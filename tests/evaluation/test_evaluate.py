@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from runtime import engine, random_model
-from tiny import ROOT, only
+from tiny import ROOT, only, refuses
 
 from infinigen_jax import evaluate, generate
 from infinigen_jax.cli.options import options_without_effect, unused_options
 from infinigen_jax.engine import memory_plan as planning
 from infinigen_jax.engine.engine import Engine
-from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation import perplexity
 from infinigen_jax.evaluation.configurations import Configuration, configurations
 from infinigen_jax.evaluation.parts import Measurement
@@ -140,8 +139,7 @@ def test_settings_behind_a_policy():
         "window:window=0": "window 0: it must be at least 1",
         "best:window=8": "policy best",
     }.items():
-        with pytest.raises(InputError, match=message):
-            parsed("--policy", text)
+        refuses(message, parsed, "--policy", text)
     assert parsed("--policy", "quest:")
 
 

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from runtime import SPARSE, engine, random_model, score
-from tiny import logits_of
+from tiny import logits_of, refuses
 from transformers import AutoTokenizer
 
 from infinigen_jax.engine.engine import Engine
-from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.answers import answer
 from infinigen_jax.evaluation.recall import study_windows
 from infinigen_jax.evaluation.report import table
@@ -39,7 +38,7 @@ def reference_nats(model: Model, windows: np.ndarray, context: int) -> np.ndarra
 # Scores.
 
 
-@pytest.mark.parametrize("name", ["gqa", pytest.param("opt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["one", pytest.param("opt", marks=pytest.mark.slow)])
 def test_full_cache_scores_equal_the_plain_forward_pass(name):
     (nats, *_), traffic = score_windows(engine(name, Full()), WINDOWS, CONTEXT, batch=2)
     expected = reference_nats(random_model(name), WINDOWS, CONTEXT)
@@ -117,8 +116,7 @@ def test_a_model_that_gives_no_numbers():
         lambda: answer(made, WINDOWS.tolist(), 1, 2, 2),
     ]
     for measure in measures:
-        with pytest.raises(InputError, match="not finite"):
-            measure()
+        refuses("not finite", measure)
 
 
 # Statistics.
@@ -179,10 +177,8 @@ def test_windows_are_counted_and_spread():
     assert tokens.cut(11, 4)[:, 1].tolist() == [0, 20, 50, 70]
     assert tokens.cut(11, 99).shape == (10, 11)
     assert TokenizedText((), np.arange(100, dtype=np.int32)).cut(10).shape == (10, 10)
-    with pytest.raises(InputError, match="only 101 tokens; lower it to at most 101"):
-        tokens.cut(102)
-    with pytest.raises(InputError, match="give a longer `text`$"):
-        TokenizedText((1,), np.zeros(1, np.int32)).cut(3)
+    refuses("only 101 tokens; lower it to at most 101", tokens.cut, 102)
+    refuses("give a longer `text`$", TokenizedText((1,), np.zeros(1, np.int32)).cut, 3)
 
 
 def test_text_with_a_mark_and_odd_characters(tmp_path):
@@ -198,8 +194,7 @@ def test_text_with_a_mark_and_odd_characters(tmp_path):
     assert tokenizer.decode(tokens.tokens.tolist()) == text.content
     # As a prompt of the generate command.
     assert [*tokens.prefix, *tokens.tokens.tolist()] == tokenizer.encode(text.content)
-    with pytest.raises(InputError, match="tokenizer is not this model's"):
-        tokenize(text, tokenizer, 5)
+    refuses("tokenizer is not this model's", tokenize, text, tokenizer, 5)
 
 
 def distributions(spread: float, tokens: int = 50) -> tuple[np.ndarray, np.ndarray]:

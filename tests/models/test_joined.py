@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from runtime import SPARSE, engine, random_model
+from tiny import normal
 
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.loading.load import load
@@ -28,9 +29,7 @@ def test_a_layer_of_either_form_is_the_same(name: str):
     assert join(joined) is joined and split(params, width) is params
     jax.tree.map(np.testing.assert_array_equal, split(joined, width), params)
     architecture = blueprint(config, model.dtype)
-    a = jnp.asarray(
-        np.random.default_rng(0).normal(size=(3, config.hidden_size)).astype(np.float32)
-    )
+    a = jnp.asarray(normal(3, config.hidden_size))
     positions = jnp.arange(3, dtype=jnp.int32)
 
     @jax.jit

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from runtime import SPARSE, long_rope, random_model
 from test_families import YARN
-from tiny import LLAMA
+from tiny import LLAMA, refuses
 
 from infinigen_jax.checkpoint.hf_folder import read_config
 from infinigen_jax.engine.engine import Engine
@@ -40,8 +40,7 @@ def test_a_sequence_does_not_grow_out_of_its_frequencies():
     made = Engine(long_rope("one", 32), policy=SPARSE, dense_layers=0)
     with pytest.raises(InputError, match="a prompt of 27 would grow beyond; give at most 6 new"):
         made.generate([[3] * 27, [3] * 40], max_new_tokens=7)
-    with pytest.raises(InputError, match="context 40: give 2 to 32"):
-        made.conversation(context=40)
+    refuses("context 40: give 2 to 32", made.conversation, context=40)
 
 
 HF = LLAMA | {"rope_theta": 1e6, "max_position_embeddings": 32}

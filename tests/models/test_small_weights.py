@@ -133,7 +133,8 @@ def test_the_product_is_that_with_the_rounded_matrix(dtype, activations, roundin
         weights[3] = 0
         part = small(weights, dtype)
         matrix = np.asarray(rows_of(part, inputs), np.float64).T
-        for rows in ((), (1,), (2, 3), (FEW_ROWS,), (40,)):
+        others = [(), (2, 3)] if inputs == SIZES[1] else []
+        for rows in ((1,), (FEW_ROWS,), (40,), *others):
             a = jnp.asarray(rng.normal(size=(*rows, inputs)), activations)
             found = jax.jit(product)(a, part)
             assert found.dtype == a.dtype and found.shape == (*rows, 7)
@@ -190,10 +191,10 @@ OWN = dataclasses.replace(SPARSE, query="own")
 @pytest.mark.parametrize(
     ("name", "dtype", "options"),
     [
-        ("one-tied", "int4", {"policy": OWN, "dense_layers": 0}),
+        ("qwen2-one-tied", "int4", {"policy": OWN, "dense_layers": 0}),
         pytest.param("opt", "int4", {}, marks=pytest.mark.slow),
         pytest.param("qwen2", "bfloat16", {"policy": OWN}, marks=pytest.mark.slow),
-        ("qwen2-one", "int8", {"policy": OWN, "dense_layers": 0, "weights": "host"}),
+        ("qwen2-one-tied", "int8", {"policy": OWN, "dense_layers": 0, "weights": "host"}),
     ],
 )
 def test_tokens_are_those_of_the_rounded_model(name, dtype, options):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.special import softmax
 
 from infinigen_jax.ops import attention
 from infinigen_jax.ops.attention import Part, packed
@@ -35,8 +36,7 @@ def dense(q, parts: list[Part]) -> np.ndarray:
         scores.append(np.where(np.asarray(part.valid)[:, :, None], score, -np.inf))
         values.append(np.asarray(part.values, np.float64))
     scores = np.concatenate(scores, axis=-1)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
+    weights = softmax(scores, axis=-1)
     return np.einsum("bkgn,bknd->bkgd", weights, np.concatenate(values, axis=2))
 
 

@@ -14,6 +14,7 @@ from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.layers import Resident
 from infinigen_jax.decode.steps import flush_cache, steps
 from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.live_batch import chunk_lengths
 from infinigen_jax.policies import H2O, Full, InfiniGenPaper, Oracle, Policy, PreviousQuery, Quest
 from infinigen_jax.prefill import layer as prompt_layer
 from infinigen_jax.prefill.prefill import chunk_length, extend, prefill
@@ -186,6 +187,12 @@ def test_chunk_lengths():
         length = chunk_length(tokens, 1024)
         assert length <= 1024
         assert -(-tokens // length) * length - tokens < length
+
+
+def test_lengths_of_compiled_chunks():
+    assert chunk_lengths(512) == [64, 128, 256, 512]
+    assert chunk_lengths(200) == [64, 128, 200]
+    assert chunk_lengths(7) == [7]
 
 
 def test_progress_is_told_chunk_by_chunk():

@@ -13,6 +13,7 @@ from cudnn_stand_in import stand_in
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from tiny import normal
 
 from infinigen_jax.cache.layers import Sliding
 from infinigen_jax.ops.span import Span
@@ -25,10 +26,6 @@ from infinigen_jax.prefill.narrow_attention import Seen, attend_narrow
 from infinigen_jax.prefill.prior_rows import Attended, PriorRows
 
 TOLERANCE = 4e-6  # float32, sums over at most some hundred terms of size 1
-
-
-def normal(*shape: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def prompts(b: int, s: int, h: int, k: int, d: int = 8) -> Any:

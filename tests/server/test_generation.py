@@ -15,7 +15,7 @@ from serving import CONTEXT, LONG, PROMPT, Served, engine_of, serving, small_eng
 from infinigen_jax.engine.draft_length import DraftLength
 from infinigen_jax.engine.live_batch import LiveBatch
 from infinigen_jax.engine.lossless_batch import LosslessBatch
-from infinigen_jax.policies import Full
+from infinigen_jax.policies import Full, Policy, Quest
 from infinigen_jax.sampling import Sampling
 
 POOR = dataclasses.replace(SPARSE, budget=0.05)  # drafts that are often rejected
@@ -160,6 +160,18 @@ def test_many_requests(server: Served):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "settings"),
+    [(SPARSE, {"rows": "int8", "hot_set": 1.5}), (Quest(budget=0.3, window=4), {})],
+    ids=["int8", "pages"],
+)
+def test_many_requests_of_other_kinds(policy: Policy, settings: dict[str, Any]):
+    """Rows in one byte, some of them kept, and pages, which sequences join at a flush alone."""
+    with serving(engine=engine_of(small_engine().model, policy, **settings)) as server:
+        load(server, 24)
+
+
+@pytest.mark.slow
 def test_200_requests_leave_no_memory(served: Served):
     def resident() -> int:
         with open("/proc/self/statm") as file:
@@ -226,9 +238,11 @@ def test_heat_maps_are_those_of_the_drafts(lossless: Served):
 
 
 def test_requests_may_ask_for_it_and_not_for_less(lossless: Served, served: Served):
-    body = {"extra_body": {"lossless": True, "budget": 0.01}}
-    text = lossless.complete(PROMPT, **body).choices[0].text
-    assert text == lossless.expected([PROMPT]).texts[0]
+    """A smaller budget only fetches less."""
+    asked: Any = ({"lossless": True, "budget": 0.01}, {"lossless": True})
+    small, usual = (lossless.complete(LONG, extra_body=body) for body in asked)
+    assert small.choices[0].text == usual.choices[0].text == lossless.expected([LONG]).texts[0]
+    assert small.infinigen["fetched_fraction"] < usual.infinigen["fetched_fraction"] / 2
     for server, value in ((lossless, False), (served, True)):
         with pytest.raises(openai.BadRequestError) as caught:
             server.complete(PROMPT, extra_body={"lossless": value})

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from runtime import random_model
+from tiny import normal
 
 from infinigen_jax.ops.span import Span
 from infinigen_jax.policies import InfiniGen
@@ -19,11 +20,11 @@ scores_of = jax.jit(IndexFormat.scores, static_argnums=0)
 
 
 def random_keys(b=2, k=2, r=32, t=100, seed=0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(b, k, r, t)).astype(np.float32))
+    return jnp.asarray(normal(b, k, r, t, seed=seed))
 
 
 def random_query(b=2, k=2, g=3, r=32, seed=1) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(b, k, g, r)).astype(np.float32))
+    return jnp.asarray(normal(b, k, g, r, seed=seed))
 
 
 @pytest.mark.parametrize("columns", [1, 13, 32])
@@ -92,7 +93,7 @@ def test_appending_writes_the_entries_that_a_prompt_would():
     model = random_model("gqa")
     policy = InfiniGen(index_dtype="int4", partial_ratio=1.0)
     weights = policy.prepare(model, 1)
-    keys = jnp.asarray(np.random.default_rng(2).normal(size=(2, 2, 24, 8)).astype(np.float32))
+    keys = jnp.asarray(normal(2, 2, 24, 8, seed=2))
     read = jax.jit(
         lambda keys: policy.append(
             weights, policy.init(model.config, 2, 40), keys, Span.whole(2, keys.shape[2])

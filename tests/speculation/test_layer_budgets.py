@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime import RAGGED, SPARSE, counts_of, finished, large_cache, random_model
+from tiny import refuses
 
 from infinigen_jax.cache.hot_set import HotSet
 from infinigen_jax.decode.steps import steps
 from infinigen_jax.engine.engine import Engine
-from infinigen_jax.errors import InputError
 from infinigen_jax.policies import InfiniGen, InfiniGenPaper, Quest
 from infinigen_jax.selection.select import budget_rows
 from infinigen_jax.speculation.layer_budgets import STEP, Curves, share_out
@@ -113,8 +113,7 @@ def test_streamed_layers_have_no_share():
 
 
 def test_a_conversion_that_did_not_measure_is_refused():
-    with pytest.raises(InputError, match="convert it again"):
-        Engine(random_model("gqa"), policy=STEEP)
+    refuses("convert it again", Engine, random_model("gqa"), policy=STEEP)
     assert Engine(random_model("gqa")).decoder.curves is None
     short = dataclasses.replace(model_with([0.5]), row_loss=np.full((1, 2, 4), np.nan, np.float32))
     assert Engine(short).decoder.curves is None
@@ -128,5 +127,4 @@ def test_the_default_and_the_papers_form():
     looking = Engine(model, policy=InfiniGen(query="plain")).decoder
     assert looking.curves == model.curves(ahead=True)
     assert looking.policy.layer_budgets == "calibrated"  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(InputError, match="use auto, equal or calibrated"):
-        InfiniGen(layer_budgets="uniform")
+    refuses("use auto, equal or calibrated", InfiniGen, layer_budgets="uniform")

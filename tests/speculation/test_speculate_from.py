@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from runtime import SPARSE, counts_of, finished, random_model
-from tiny import TEXT
+from tiny import TEXT, refuses
 
 from infinigen_jax.cache.layers import DenseLayer, Resident, Sliding, Slots
 from infinigen_jax.convert.calibrate import CalibrationTokens, Calibrator
@@ -140,8 +140,7 @@ def test_the_corrected_query_is_of_what_the_conversion_was_for(tiny: Any, tmp_pa
         assert policy.source == name
         other = "input" if name == "resident" else "resident"
         wanted = dataclasses.replace(corrected, speculate_from=other)
-        with pytest.raises(InputError, match=f"speculate_from {other}: .* is for {name}"):
-            Engine(model, policy=wanted)
+        refuses(f"speculate_from {other}: .* is for {name}", Engine, model, policy=wanted)
         plain = InfiniGen(query="plain", speculate_from=other)
         assert Engine(model, policy=plain).decoder.policy.source == other
         assert choose_source(model, "plain", "auto") == name
@@ -180,8 +179,7 @@ def test_sources_that_are_refused(tiny: Any, tmp_path: Any):
     manifest = folder / "infinigen.json"
     value = json.loads(manifest.read_text())
     manifest.write_text(json.dumps(value | {"speculate_from": "attention"}))
-    with pytest.raises(InputError, match=r"json: speculate_from is 'attention'.*; convert the mo"):
-        load(folder)
+    refuses(r"json: speculate_from is 'attention'.*; convert the mo", load, folder)
     with pytest.raises(InputError, match="speculate_from resident: .* svd has none"):
         convert(tmp_path, tmp_path / "x", speculate_from="resident", skew="svd")
     with pytest.raises(InputError, match="speculate_from output: use input or resident"):

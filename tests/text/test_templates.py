@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
+from tiny import refuses
 
-from infinigen_jax.errors import InputError
 from infinigen_jax.text.templates import render_chat
 
 MESSAGES = [
@@ -59,6 +59,4 @@ FAULTY = {
 
 @pytest.mark.parametrize("template", FAULTY.values(), ids=FAULTY)
 def test_faulty_templates_end_with_one_line(template):
-    with pytest.raises(InputError, match="chat template refuses this") as caught:
-        render_chat(template, MESSAGES, {})
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1200
+    assert len(refuses("chat template refuses this", render_chat, template, MESSAGES, {})) < 1200

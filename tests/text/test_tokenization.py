@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import add_tokenizer, python
+from tiny import add_tokenizer, python, refuses
 
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import EMBEDDED_FOLDER, embedded
@@ -137,8 +137,7 @@ def test_a_damaged_tokenizer_is_one_error_and_silent(change, tmp_path, capfd):
     whole = json.loads((folder / "tokenizer.json").read_text())
     damaged = whole | {name: whole[name] | part for name, part in change.items()}
     (folder / "tokenizer.json").write_text(json.dumps(damaged))
-    with pytest.raises(InputError, match="tokenizer cannot be used"):
-        load_tokenizer(folder)
+    refuses("tokenizer cannot be used", load_tokenizer, folder)
     assert capfd.readouterr() == ("", "")
 
 
@@ -158,22 +157,18 @@ WRONG = [
 def test_settings_of_a_wrong_kind(settings, tmp_path):
     folder = copied(tmp_path)
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(InputError, match=str(folder)):
-        load_tokenizer(folder)
+    refuses(str(folder), load_tokenizer, folder)
 
 
 def test_lone_surrogates_are_refused():
-    with pytest.raises(InputError, match="not UTF-8"):
-        load_tokenizer(embedded()).encode("a \udcff")
+    refuses("not UTF-8", load_tokenizer(embedded()).encode, "a \udcff")
 
 
 def test_folders_whose_name_is_not_utf8(tmp_path):
     folder = copied(tmp_path / os.fsdecode(b"m\xff"))
     assert load_tokenizer(folder).encode("a") == load_tokenizer(embedded()).encode("a")
     (folder / "tokenizer.json").write_text("{")
-    with pytest.raises(InputError, match="cannot be used") as caught:
-        load_tokenizer(folder)
-    str(caught.value).encode()
+    refuses("cannot be used", load_tokenizer, folder).encode()
 
 
 def test_transformers_is_not_imported_for_a_tokenizer():
