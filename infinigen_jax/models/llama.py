@@ -3,7 +3,6 @@
 Related families reuse these modules; their files describe only the differences.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from infinigen_jax.models.base import HEAD_NORMS, ModelConfig
+from infinigen_jax.models.base import HEAD_NORMS, HFConfig, ModelConfig
 from infinigen_jax.models.hf import LARGEST, common_settings, refuse_sliding_windows, refuse_unless
 from infinigen_jax.models.linear import Linear, TokenTable
 from infinigen_jax.models.norms import Norm
@@ -30,13 +29,12 @@ ACTIVATIONS = {
 }
 
 
-def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "llama"; refuse unsupported settings by name."""
+def config_from_hf(hf: HFConfig) -> ModelConfig:
     refuse_sliding_windows(hf)
-    return relative_from_hf(hf, "llama")
+    return relative_from_hf(hf)
 
 
-def relative_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> ModelConfig:
+def relative_from_hf(hf: HFConfig, **settings: Any) -> ModelConfig:
     """Return the configuration of a family with these modules that reads `settings` itself."""
     common = common_settings(hf, mlp="intermediate_size")
     activation = hf.get("hidden_act", "silu")
@@ -44,7 +42,8 @@ def relative_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> Mod
     rope = settings.get("rope") or rope_from_hf(hf)
     if ropes := settings.get("layer_ropes"):  # their frequencies are fixed
         varying = [each.kind for each in (rope, *ropes) if each is not None and each.varies]
-        refuse_unless(not varying, f"rope type {varying and varying[0]!r} in {family} models")
+        where = f"in {hf.get('model_type')} models"
+        refuse_unless(not varying, f"rope type {varying and varying[0]!r} {where}")
     refuse_unless(rope.fits(common["head_dim"]), f"rope type {rope.kind!r} for heads of its size")
     common["max_positions"] = most = stretched_positions(rope, common["max_positions"])
     refuse_unless(most <= LARGEST, f"a context of {most} tokens")
@@ -54,11 +53,7 @@ def relative_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> Mod
     if settings.get("sliding_window", 0) >= settings["max_positions"]:
         # Treat it as no window: such layers are cached on the host like any other.
         settings |= {"sliding_window": None, "sliding_layers": ()}
-    return ModelConfig(
-        family=family,
-        tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        **settings,
-    )
+    return ModelConfig(tie_embeddings=bool(hf.get("tie_word_embeddings", False)), **settings)
 
 
 class Layer(nnx.Module):
