@@ -9,12 +9,9 @@ DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True}
 
 
 def config_from_hf(hf: HFConfig) -> ModelConfig:
-    """Translate a `config.json` of model_type "gemma"; refuse unsupported settings.
-
-    The first files name the exact GELU, but their models use the approximate one.
-    """
     refuse_both_ways(hf)
     hf = DEFAULTS | {**hf}
+    # The first files name the exact GELU, but their models use the approximate one.
     if hf.get("hidden_act", "gelu") == "gelu":
         hf["hidden_act"] = "gelu_pytorch_tanh"
     scale = positive(hf, "hidden_size") ** 0.5

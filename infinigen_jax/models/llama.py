@@ -13,7 +13,6 @@ from jaxtyping import Array, Float, Int
 from infinigen_jax.models.base import HEAD_NORMS, HFConfig, ModelConfig
 from infinigen_jax.models.hf import LARGEST, common_settings, refuse_sliding_windows, refuse_unless
 from infinigen_jax.models.linear import Linear, TokenTable
-from infinigen_jax.models.norms import Norm
 from infinigen_jax.models.rope import Rotation, rotate
 from infinigen_jax.models.rope_hf import rope_from_hf, stretched_positions
 from infinigen_jax.ops.attention import soft_capped
@@ -54,6 +53,35 @@ def relative_from_hf(hf: HFConfig, **settings: Any) -> ModelConfig:
         # Treat it as no window: such layers are cached on the host like any other.
         settings |= {"sliding_window": None, "sliding_layers": ()}
     return ModelConfig(tie_embeddings=bool(hf.get("tie_word_embeddings", False)), **settings)
+
+
+class Norm(nnx.Module):
+    """RMSNorm or LayerNorm over the last axis, computed in float32; result in x's dtype.
+
+    x / sqrt(mean(x^2) + epsilon) * scale. LayerNorm subtracts the mean first, and may add a bias.
+    Flax's norms have two drawbacks here: their default variance E[x^2] - mean^2 cancels on OPT's
+    outliers, and in half precision they rely on implicit promotion, which the tests forbid.
+    """
+
+    def __init__(self, size: int, config: ModelConfig, dtype: Any):
+        self.scale = nnx.Param(jnp.ones(size, jnp.float32 if config.float32_norms else dtype))
+        self.centred, self.epsilon = config.layer_norms, config.norm_eps
+        has_bias = config.layer_norms and config.norm_biases
+        self.bias = nnx.Param(jnp.zeros(size, dtype)) if has_bias else None
+
+    def __call__(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
+        y = x.astype(jnp.float32)
+        if self.centred:
+            y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.epsilon)
+        y = y * _over_last(self.scale[...], y)
+        if self.bias is not None:
+            y = y + _over_last(self.bias[...], y)
+        return y.astype(x.dtype)
+
+
+def _over_last(parameter: Array, x: Array) -> Array:
+    return parameter.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
 
 
 class Layer(nnx.Module):
