@@ -19,8 +19,7 @@ from infinigen_jax.errors import Parser, run_command
 from infinigen_jax.evaluation.parts import Measurement
 from infinigen_jax.evaluation.perplexity import HEAD, LIKELIEST, Scoring, cells, lines_of
 from infinigen_jax.evaluation.report import provenance, table
-from infinigen_jax.evaluation.texts import Text
-from infinigen_jax.evaluation.windows import add_window_options, cut_windows
+from infinigen_jax.evaluation.texts import Text, add_window_options, cut_windows
 from infinigen_jax.loading.load import load
 from infinigen_jax.machine.memory_limits import tree_bytes
 from infinigen_jax.policies import Full

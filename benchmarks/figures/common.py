@@ -9,7 +9,7 @@ from benchmarks.plots import Panel, Point, checked_plot, draw
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation import perplexity
 from infinigen_jax.evaluation.session import Session, add_common_options
-from infinigen_jax.evaluation.windows import add_window_options
+from infinigen_jax.evaluation.texts import add_window_options
 
 Cells = Callable[[dict[str, Any]], list[str]]
 

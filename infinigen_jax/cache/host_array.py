@@ -33,6 +33,9 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.machine.memory_limits import note_pinned
 from infinigen_jax.ops.span import Span, place_span
 
+HostCache = Shaped[Array, "l a k t w"]
+Number = Int[Array, ""]  # of a layer, a row of axis a or a slot
+
 HOST = "pinned_host"
 AXES = ("data", "model")  # sequences, KV heads
 CACHE_SPEC = PartitionSpec(None, "data", "model", None, None)
@@ -93,18 +96,18 @@ class Placement(NamedTuple):
         return NamedSharding(self.mesh, CACHE_SPEC, memory_kind=HOST)
 
 
-def capacity_of(cache: Shaped[Array, "l a k t w"], batch: int) -> int:
+def capacity_of(cache: HostCache, batch: int) -> int:
     """Return the slots of each of the `batch` sequences, including shared ones."""
     return shared_slots(cache, batch) + cache.shape[3]
 
 
-def shared_slots(cache: Shaped[Array, "l a k t w"], batch: int) -> int:
+def shared_slots(cache: HostCache, batch: int) -> int:
     """Return the number of leading slots that all of the `batch` sequences share."""
     return (cache.shape[1] - batch) * cache.shape[3]
 
 
 def kernel_slots(
-    cache: Shaped[Array, "l a k t w"], layer: Int[Array, ""], slots: Int[Array, "b k n"]
+    cache: HostCache, layer: Number, slots: Int[Array, "b k n"]
 ) -> Int[Array, "b k n"]:
     """Return slots as numbered by a kernel that treats the cache as [l, b, k, t, w].
 
@@ -149,10 +152,7 @@ def _allocation(shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> Any:
 
 
 def gather_rows(
-    cache: Shaped[Array, "l a k t w"],
-    layer: Int[Array, ""],
-    slots: Int[Array, "b k n"],
-    mesh: Mesh,
+    cache: HostCache, layer: Number, slots: Int[Array, "b k n"], mesh: Mesh
 ) -> Shaped[Array, "b k n w"]:
     """Gather rows of one layer by slot, and move them to device memory.
 
@@ -205,11 +205,7 @@ def _stored_at(cache: Array, batch: int, sequence: Array, slots: Array) -> tuple
 
 
 def gather_items(
-    cache: Shaped[Array, "l a k t w"],
-    layer: Int[Array, ""],
-    head: Int[Array, " p"],
-    slots: Int[Array, "p c"],
-    batch: int,
+    cache: HostCache, layer: Number, head: Int[Array, " p"], slots: Int[Array, "p c"], batch: int
 ) -> Shaped[Array, "1 p c w"]:
     """Gather rows like `gather_rows`, on one device, for a list of work items.
 
@@ -221,12 +217,7 @@ def gather_items(
 
 
 def read_block(
-    cache: Shaped[Array, "l a k t w"],
-    layer: Int[Array, ""],
-    start: Int[Array, ""],
-    size: int,
-    mesh: Mesh,
-    batch: int,
+    cache: HostCache, layer: Number, start: Number, size: int, mesh: Mesh, batch: int
 ) -> Shaped[Array, "b k n w"]:
     """Read `size` consecutive slots of the `batch` sequences of a layer into device memory."""
     if cache.shape[1] > batch:
@@ -246,12 +237,8 @@ def read_block(
 
 
 def write_span(
-    cache: Shaped[Array, "l a k t w"],
-    layer: Int[Array, ""],
-    rows: Shaped[Array, "b k c w"],
-    span: Span,
-    mesh: Mesh,
-) -> Shaped[Array, "l a k t w"]:
+    cache: HostCache, layer: Number, rows: Shaped[Array, "b k c w"], span: Span, mesh: Mesh
+) -> HostCache:
     """Write a chunk's rows into one layer, each sequence at its own position; in place if donated.
 
     All other slots keep their contents: padding and rows beyond the end write back the old rows.
@@ -279,12 +266,7 @@ def write_span(
 
 
 def read_sequence(
-    cache: Shaped[Array, "l a k t w"],
-    layer: Int[Array, ""],
-    sequence: Int[Array, ""],
-    start: Int[Array, ""],
-    size: int,
-    mesh: Mesh,
+    cache: HostCache, layer: Number, sequence: Number, start: Number, size: int, mesh: Mesh
 ) -> Shaped[Array, "1 k n w"]:
     """Read `size` consecutive slots of one row of axis a; needs one device on the axis "data"."""
 
@@ -300,13 +282,13 @@ def read_sequence(
 
 
 def write_block(
-    cache: Shaped[Array, "l a k t w"],
-    layer: Int[Array, ""],
-    sequence: Int[Array, ""],
-    start: Int[Array, ""],
+    cache: HostCache,
+    layer: Number,
+    sequence: Number,
+    start: Number,
     rows: Shaped[Array, "m k n w"],
     mesh: Mesh,
-) -> Shaped[Array, "l a k t w"]:
+) -> HostCache:
     """Write n rows of m layers, from `layer`, to one row of axis a; in place if donated.
 
     `start` is clamped so that the rows fit. Requires one device on the axis "data".
@@ -323,11 +305,8 @@ def write_block(
 
 
 def store_rows(
-    cache: Shaped[Array, "l a k t w"],
-    rows: Shaped[Array, "l b k n w"],
-    slots: Int[Array, "l b k n"],
-    mesh: Mesh,
-) -> Shaped[Array, "l a k t w"]:
+    cache: HostCache, rows: Shaped[Array, "l b k n w"], slots: Int[Array, "l b k n"], mesh: Mesh
+) -> HostCache:
     """Write n rows of every layer, sequence and KV head to their slots; in place if donated.
 
     Slots are distinct; a row whose slot is t is not written.

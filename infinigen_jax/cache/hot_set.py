@@ -40,7 +40,9 @@ class HotSet(NamedTuple):
     ) -> "HotSet":
         """Return a hot set of `size` entries of `width` elements, for `capacity` host slots."""
         no_slot = jnp.full((batch, heads, size), -1, jnp.int32)
-        place = jnp.full((batch, heads, capacity), -1, place_dtype(size))
+        # `place` is as long as the context.
+        narrowest = jnp.int16 if size <= 2**15 else jnp.int32
+        place = jnp.full((batch, heads, capacity), -1, narrowest)
         return cls(jnp.zeros((batch, heads, size, width), dtype), no_slot, no_slot, place)
 
 
@@ -49,11 +51,6 @@ class Replacement(NamedTuple):
 
     entry: Int[Array, "b k n"]
     miss: Bool[Array, "b k n"]
-
-
-def place_dtype(size: int) -> Any:
-    """Return the narrowest integer dtype for entry numbers; `place` is as long as the context."""
-    return jnp.int16 if size <= 2**15 else jnp.int32
 
 
 def replacement(

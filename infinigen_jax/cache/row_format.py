@@ -30,8 +30,6 @@ from infinigen_jax.ops.quantize import (
     to_bytes,
     unpack_halves,
 )
-from infinigen_jax.settings.engine import EngineOptions
-from infinigen_jax.settings.setting import check_setting
 
 LARGEST_GROUP = 64
 SMALLEST_GROUP = 32  # unless the head is smaller
@@ -184,7 +182,6 @@ def row_format(name: str, dtype: Any, head_dim: int, as_bits: bool = False) -> R
     Args:
         name: one of `settings.engine.ROW_FORMATS`; "auto" keeps rows exact, in the model's dtype.
     """
-    check_setting(EngineOptions, "rows", name)
     kind = "exact" if name == "auto" else name
     result = RowFormat(kind, jnp.dtype(dtype), head_dim, as_bits)
     if not result.exact and not result.groups:

@@ -150,20 +150,11 @@ def open_tensors(folder: Path) -> dict[str, TensorSource]:
 
 def open_shards(index: Path) -> dict[str, TensorSource]:
     """Open all tensors of the files that an index names, keyed by name."""
-    places, tensors = _weight_map(index), {}
-    for shard in _shards(index):
-        for name, tensor in open_file(shard).items():
-            if (place := places.get(name, shard.name)) != shard.name:
-                raise InputError(
-                    f"{index}: {name} is in {shard.name}, not in {place}; get it again"
-                )
-            if name in tensors:
-                raise InputError(
-                    f"{index}: does not name {name}, which two files have; get it again"
-                )
-            tensors[name] = tensor
-    if lost := sorted(places.keys() - tensors.keys()):
-        raise InputError(f"{index}: {lost[0]} is not in {places[lost[0]]}; get both again")
+    tensors = {}
+    for opened in map(open_file, _shards(index)):
+        if twice := sorted(opened.keys() & tensors.keys()):
+            raise InputError(f"{index}: two files have {twice[0]}; get them again")
+        tensors |= opened
     return tensors
 
 
@@ -183,12 +174,10 @@ def open_file(path: Path) -> dict[str, TensorSource]:
     file: SafetensorsFile | TorchFile
     file = SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
     sources = {}
+    release = getattr(file, "release", lambda name: None)
     for name, tensor in file.tensors.items():
-        read = functools.partial(file.read, name)
-        sources[name] = TensorSource(name, path, tensor.shape, tensor.dtype, read)
-        if isinstance(file, SafetensorsFile):
-            release = functools.partial(file.release, name)
-            sources[name] = sources[name]._replace(release=release)
+        read, drop = functools.partial(file.read, name), functools.partial(release, name)
+        sources[name] = TensorSource(name, path, tensor.shape, tensor.dtype, read, drop)
     return sources
 
 

@@ -75,7 +75,10 @@ def _norm(name: str, module: str) -> list[Rule]:
 
 
 class Table(NamedTuple):
-    """A family's rules, and the prefix of its tensors in written files."""
+    """A family's rules, and the prefix of its tensors in written files.
+
+    Rules of parameters that a model lacks are ignored.
+    """
 
     prefix: str
     embedding: list[Rule]
@@ -92,9 +95,9 @@ DOWN = _linear("mlp.down_proj", "down")
 MLP = [
     *_linear("mlp.gate_proj", "gate_up", 0, 2),
     *_linear("mlp.up_proj", "gate_up", 1, 2),
+    *_linear("mlp.up_proj", "up"),  # without gate
     *DOWN,
 ]
-UNGATED_MLP = [*_linear("mlp.up_proj", "up"), *DOWN]
 JOINED_MLP = [*_linear("mlp.gate_up_proj", "gate_up"), *DOWN]
 PRE_NORMS = [
     *_norm("input_layernorm", "attention_norm"),
@@ -127,24 +130,23 @@ def _table(*layer: list[Rule], gains: bool = False) -> Table:
     return Table("model.", [*map(stored, EMBEDDING)], [*map(stored, itertools.chain(*layer))])
 
 
-LLAMA = _table(PRE_NORMS, ATTENTION, MLP)  # of families that TABLES lacks
+LLAMA = _table(PRE_NORMS, ATTENTION, HEAD_NORMS, MLP)  # of families that TABLES lacks
 OLMO = _table(ATTENTION, HEAD_NORMS, POST_NORMS, MLP)
+GEMMA = _table(GEMMA_NORMS, ATTENTION, HEAD_NORMS, MLP, gains=True)
 
 TABLES = {
+    **dict.fromkeys(("exaone4", "olmo2", "olmo3"), OLMO),
+    **dict.fromkeys(("gemma", "nemotron"), _table(PRE_NORMS, ATTENTION, MLP, gains=True)),
+    **dict.fromkeys(("gemma2", "gemma3", "vaultgemma"), GEMMA),
     "apertus": _table(
         _norm("attention_layernorm", "attention_norm"),
         _norm("feedforward_layernorm", "mlp_norm"),
         ATTENTION,
         HEAD_NORMS,
-        UNGATED_MLP,
+        MLP,
         [Rule("mlp.act_fn.alpha_p", ("activation", "positive"))],
         [Rule("mlp.act_fn.alpha_n", ("activation", "negative"))],
     ),
-    "arcee": _table(PRE_NORMS, ATTENTION, UNGATED_MLP),
-    "exaone4": OLMO,
-    "gemma": _table(PRE_NORMS, ATTENTION, MLP, gains=True),
-    "gemma2": _table(GEMMA_NORMS, ATTENTION, MLP, gains=True),
-    "gemma3": _table(GEMMA_NORMS, ATTENTION, HEAD_NORMS, MLP, gains=True),
     "glm": _table(PRE_NORMS, ATTENTION, JOINED_MLP),
     "glm4": _table(
         PRE_NORMS,
@@ -167,10 +169,6 @@ TABLES = {
         ATTENTION,
         MLP,
     ),
-    "jais2": _table(PRE_NORMS, ATTENTION, UNGATED_MLP),
-    "nemotron": _table(PRE_NORMS, ATTENTION, UNGATED_MLP, gains=True),
-    "olmo2": OLMO,
-    "olmo3": OLMO,
     "phi3": _table(
         PRE_NORMS,
         _linear("self_attn.qkv_proj", "qkv"),
@@ -180,8 +178,6 @@ TABLES = {
     "starcoder2": _table(
         PRE_NORMS, ATTENTION, _linear("mlp.c_fc", "up"), _linear("mlp.c_proj", "down")
     ),
-    "vaultgemma": _table(GEMMA_NORMS, ATTENTION, MLP, gains=True),
-    "qwen3": _table(PRE_NORMS, ATTENTION, HEAD_NORMS, MLP),
     "opt": Table(
         prefix="model.decoder.",
         embedding=[

@@ -241,7 +241,8 @@ def make_pool(arguments: argparse.Namespace) -> Pool | None:
     if limit is None and others:
         name = next(iter(others))
         raise ParameterError(f"pool.{name}", "nothing is evicted without `pool.tokens`")
-    return None if limit in (None, ALL) else Pool.of_limit(limit, **others)
+    kind = "tokens" if isinstance(limit, int) else "share"
+    return None if limit in (None, ALL) else Pool(**{kind: limit}, **others)
 
 
 def make_engine(

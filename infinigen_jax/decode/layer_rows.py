@@ -179,11 +179,8 @@ class HostRows:
             return self.tail_blocks(q, request)
         if request.rest is None:
             return None
-        weights = self.place.weights
-        assert self.local.left is not None and taken is not None and weights is not None
-        # Capped scores already have the mean key's logit.
-        mean = None if "softcap" in weights else weights.get("mean")
-        score = request.rest.score + mean_score(mean, q)
+        assert self.local.left is not None and taken is not None
+        score = self._with_mean(request.rest.score, q)
         host_rows = jnp.sum(self._on_host_only(), axis=-1, dtype=jnp.int32)
         missing = (host_rows - request.count)[..., None]
         score = jnp.where((missing > 0)[..., None], score, -jnp.inf)
@@ -204,7 +201,16 @@ class HostRows:
             by_block = self._on_host_only().reshape(len(q), 1, rest.score.shape[3], -1)
             count = jnp.sum(by_block, axis=-1, dtype=jnp.int32)
             shift = None if rest.entry is None else predicted(weights, rest.entry)
-            return Tail(rest.score, self.local.left, count, shift)
+            return Tail(self._with_mean(rest.score, q), self.local.left, count, shift)
+
+    def _with_mean(
+        self, score: Float[Array, "b k g m"], q: Float[Array, "b k g d"]
+    ) -> Float[Array, "b k g m"]:
+        """Add the mean key's logit, which capped scores already have."""
+        weights = self.place.weights
+        assert weights is not None
+        mean = None if "softcap" in weights else weights.get("mean")
+        return score + mean_score(mean, q)
 
     def _on_host_only(self) -> Bool[Array, "b kv t"]:
         """Return slots whose rows only the host has, per KV head or, with kv = 1, for all heads."""

@@ -8,7 +8,7 @@
     perplexity      perplexity of a text: scoring, statistics
     recall          attention compared with exact top-k: study
     retrieval       numbers in long texts: haystacks, answers
-    windows, texts  texts, and windows of their tokens
+    texts           texts, and windows of their tokens
     lm_eval         a model for lm-evaluation-harness: likelihood, answers
 
 A sub-command is a module with SUMMARY, add_options(parser) and run(arguments, say), listed in

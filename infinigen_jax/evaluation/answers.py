@@ -5,22 +5,19 @@ first token of an answer would be that of the full cache.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
-from infinigen_jax.errors import MemoryShortageError, ParameterError
-from infinigen_jax.evaluation.scoring import Traffic, batches, check_finite, traffic
-
-if TYPE_CHECKING:
-    from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.evaluation.scoring import Traffic, batches, check_finite, start_run, traffic
 
 READ_EVERY = 64  # steps between reads; bounds the queue of the device
 
 
 def answer(
-    engine: "Engine",
+    engine: Engine,
     prompts: Sequence[Sequence[int]],
     decoded: int,
     new: int,
@@ -51,17 +48,14 @@ def answer(
 
 
 def _answer_batch(
-    engine: "Engine", prompts: list[Sequence[int]], decoded: int, new: int, kept: int
+    engine: Engine, prompts: list[Sequence[int]], decoded: int, new: int, kept: int
 ) -> tuple[Int[np.ndarray, "k n"], Traffic]:
     """Answer the first `kept` prompts; the others fill the batch."""
     decoded = min(decoded, *(len(prompt) - 1 for prompt in prompts))
     cached = [p[:-decoded] for p in prompts]
     most = engine.model.config.fitting(decoded + new, cached)
     size, new = new, max(1, most - decoded)
-    try:
-        run = engine.start(cached, max_new_tokens=decoded + new)
-    except MemoryShortageError as error:
-        raise ParameterError("batch", f"lower it ({error})", len(prompts)) from None
+    run = start_run(engine, cached, decoded + new)
     given = np.array([p[-decoded:] for p in prompts], np.int32)
     log_probs = run.predict(given[:, 0])
     for i in range(1, decoded):
@@ -82,6 +76,6 @@ def _answer_batch(
     return tokens, traffic(run, kept)
 
 
-def _ended(engine: "Engine", drawn: Sequence[Any]) -> bool:
+def _ended(engine: Engine, drawn: Sequence[Any]) -> bool:
     tokens = np.stack([np.asarray(step) for step in drawn])
     return bool(np.isin(tokens, list(engine.model.eos_ids)).any(axis=0).all())

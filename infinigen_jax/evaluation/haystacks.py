@@ -40,45 +40,27 @@ def sentences(text: str) -> list[str]:
     return [s for s in re.split("(?<=[.!?]) ", " ".join(text.split())) if s]
 
 
-def make_items(
-    lengths: Sequence[int],
-    depths: Sequence[float],
-    count: int,
-    seed: int,
-    filler: Sequence[str] | None,
-    tokens: Callable[[str], int],
-    frame: tuple[str, str] = ("", ""),
-) -> list[Item]:
-    """Make `count` items for each length and depth.
-
-    Args:
-        filler: sentences of the texts, taken cyclically from a random start; None for other
-            numbers, each with a different word.
-        frame: text of a chat template before the context and after the question.
-    """
-    return [
-        _fitted(number, seed, depth, length, filler, tokens, frame)
-        for length in lengths
-        for depth in depths
-        for number in range(count)
-    ]
-
-
 def answer_tokens(answer: str, tokens: Callable[[str], int]) -> int:
     """Return the tokens to generate for an answer, with some for surrounding words."""
     return tokens(f" {answer}") + 8
 
 
-def _fitted(
+def make_item(
     number: int,
     seed: int,
     depth: float,
     length: int,
     filler: Sequence[str] | None,
     tokens: Callable[[str], int],
-    frame: tuple[str, str],
+    frame: tuple[str, str] = ("", ""),
 ) -> Item:
-    """Return an item with as many sentences as fit."""
+    """Return an item with as many sentences as fit.
+
+    Args:
+        filler: sentences of the text, taken cyclically from a random start; None for other numbers,
+            each with a different word.
+        frame: text of a chat template before the context and after the question.
+    """
     rng = random.Random(f"{seed} needle {number}")
     topic, value = _fact(rng)
     start = rng.randrange(len(filler)) if filler else 0

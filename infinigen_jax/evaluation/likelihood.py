@@ -5,17 +5,17 @@ decoded.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
-from infinigen_jax.errors import InputError, MemoryShortageError, ParameterError
-from infinigen_jax.evaluation.scoring import Traffic, check_finite, score_run, traffic
-
-if TYPE_CHECKING:
-    from infinigen_jax.engine.engine import Engine
-    from infinigen_jax.models import ModelConfig
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.prompts import round_up_capacity
+from infinigen_jax.errors import InputError
+from infinigen_jax.evaluation.scoring import Traffic, check_finite, score_run, start_run, traffic
+from infinigen_jax.models import ModelConfig
+from infinigen_jax.prefill.prefill import prefill
 
 
 class Continuation(NamedTuple):
@@ -26,7 +26,7 @@ class Continuation(NamedTuple):
 
 
 def likelihoods(
-    engine: "Engine",
+    engine: Engine,
     asked: Sequence[Continuation],
     batch: int,
     advance: Callable[[int], object] = lambda continuations: None,
@@ -64,7 +64,7 @@ def likelihoods(
     return result, total
 
 
-def _cut(one: Continuation, config: "ModelConfig") -> Continuation:
+def _cut(one: Continuation, config: ModelConfig) -> Continuation:
     """Leave out first tokens of the context if the model has no room for all."""
     limit = config.max_positions
     kept = min(len(one.context), limit - len(one.text))
@@ -78,11 +78,8 @@ def _cut(one: Continuation, config: "ModelConfig") -> Continuation:
     return Continuation(one.context[len(one.text) - limit :], one.text)
 
 
-def _first_token(engine: "Engine", token: int, target: int) -> tuple[float, float]:
+def _first_token(engine: Engine, token: int, target: int) -> tuple[float, float]:
     """Return a token's log-likelihood after a single one, and whether it is the most likely."""
-    from infinigen_jax.engine.prompts import round_up_capacity
-    from infinigen_jax.prefill.prefill import prefill
-
     decoder, one = engine.decoder, np.ones((1, 1), np.int32)
     capacity = round_up_capacity(decoder.policy.window)
     slots = decoder.host_slots(1, capacity)
@@ -93,7 +90,7 @@ def _first_token(engine: "Engine", token: int, target: int) -> tuple[float, floa
     return float(score), float(logits.argmax() == target)
 
 
-def _batches(cut: Sequence[Continuation], batch: int, config: "ModelConfig") -> Iterator[list[int]]:
+def _batches(cut: Sequence[Continuation], batch: int, config: ModelConfig) -> Iterator[list[int]]:
     """Yield batches of continuations of similar lengths for which the model has room together.
 
     Every sequence of a batch takes as many steps as the longest text.
@@ -112,15 +109,12 @@ def _batches(cut: Sequence[Continuation], batch: int, config: "ModelConfig") -> 
 
 
 def _score(
-    engine: "Engine", asked: Sequence[Continuation], kept: int
+    engine: Engine, asked: Sequence[Continuation], kept: int
 ) -> tuple[Float[np.ndarray, "k 2"], Traffic]:
     """Score the first `kept` continuations; contexts have at least two tokens."""
     lengths = np.array([len(one.text) for one in asked])
     steps = int(lengths.max())
-    try:
-        run = engine.start([one.context[:-1] for one in asked], max_new_tokens=steps)
-    except MemoryShortageError as error:
-        raise ParameterError("batch", f"lower it ({error})", len(asked)) from None
+    run = start_run(engine, [one.context[:-1] for one in asked], steps)
     tokens = np.zeros((len(asked), steps + 1), np.int32)
     for row, one in zip(tokens, asked, strict=True):
         row[: len(one.text) + 1] = [one.context[-1], *one.text]

@@ -16,7 +16,7 @@ that counts. Generation is greedy.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
 from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
@@ -26,14 +26,12 @@ from lm_eval.utils import (  # pyright: ignore[reportMissingImports]
 )
 from tqdm import tqdm
 
+from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.answers import answer
 from infinigen_jax.evaluation.likelihood import Continuation, likelihoods
 from infinigen_jax.evaluation.scoring import Traffic
 from infinigen_jax.evaluation.texts import beginning, prefixed, split_context
-
-if TYPE_CHECKING:
-    from infinigen_jax.engine.engine import Engine
 
 MAX_NEW_TOKENS = 256  # unless a task sets it
 
@@ -57,7 +55,7 @@ class InfiniGenLM(LM):
 
     def __init__(
         self,
-        engine: "Engine | None" = None,
+        engine: Engine | None = None,
         *,
         batch_size: int | str = 8,
         max_batch_size: Any = None,
@@ -155,7 +153,7 @@ class InfiniGenLM(LM):
         return [stop for stop in stops if stop], size
 
 
-def _engine(options: dict[str, Any], quiet: bool) -> "Engine":
+def _engine(options: dict[str, Any], quiet: bool) -> Engine:
     from infinigen_jax.cli.options import (
         add_engine_options,
         add_model_options,

@@ -19,7 +19,7 @@ from infinigen_jax.evaluation.parts import Measurement
 from infinigen_jax.evaluation.report import percent, with_error
 from infinigen_jax.evaluation.session import Session, add_common_options, traffic_of
 from infinigen_jax.evaluation.statistics import Compared, divergence, statistics
-from infinigen_jax.evaluation.windows import add_window_options, load_windows
+from infinigen_jax.evaluation.texts import add_window_options, load_windows
 
 if TYPE_CHECKING:
     from infinigen_jax.engine.engine import Engine

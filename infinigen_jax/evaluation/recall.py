@@ -24,7 +24,7 @@ from infinigen_jax.evaluation.parts import Measurement
 from infinigen_jax.evaluation.report import percent
 from infinigen_jax.evaluation.session import Session, add_common_options, traffic_of
 from infinigen_jax.evaluation.statistics import mean_and_error
-from infinigen_jax.evaluation.windows import add_window_options, load_windows
+from infinigen_jax.evaluation.texts import add_window_options, load_windows
 
 if TYPE_CHECKING:
     from infinigen_jax.engine.engine import Engine
@@ -90,13 +90,13 @@ def _study_batch(
     advance: Callable[[int], object],
 ) -> tuple[dict[str, np.ndarray], np.ndarray, "Traffic"]:
     """Study the first `kept` windows; the others fill the batch."""
-    from infinigen_jax.evaluation.scoring import check_finite, start_run, traffic
+    from infinigen_jax.evaluation.scoring import check_finite, start_windows, traffic
     from infinigen_jax.evaluation.study import watch
 
     context, chunk = settings["context"], settings["chunk"]
     positions = range(context - 1, windows.shape[1] - 1)
     chunk_count = -(-len(positions) // chunk)
-    run = start_run(engine, windows, context)
+    run = start_windows(engine, windows, context)
     sums: dict[str, np.ndarray] = {}
     waiting: list[tuple[int, tuple[Any, ...]]] = []
     layers = np.zeros(0, np.int32)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from infinigen_jax.errors import ParameterError
-from infinigen_jax.evaluation.haystacks import GRASS, Item, answer_tokens, make_items, sentences
+from infinigen_jax.evaluation.haystacks import GRASS, Item, answer_tokens, make_item, sentences
 from infinigen_jax.evaluation.parts import Measurement
 from infinigen_jax.evaluation.report import percent, with_error
 from infinigen_jax.evaluation.session import Session, add_common_options, traffic_of
@@ -87,18 +87,16 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     if max(lengths) > positions:
         problem = f"the model has {positions} positions; lower it"
         raise ParameterError("length", problem, max(lengths))
-    count, depths = arguments.items, arguments.depth
+    count, depths, seed = arguments.items, arguments.depth, arguments.seed
     frame = ("", "") if arguments.raw else chat_frame(model.tokenizer)
     encode = encoder(model.tokenizer, frame)
-    items = make_items(
-        lengths,
-        depths,
-        count,
-        arguments.seed,
-        None if arguments.pairs else filler,
-        lambda text: len(encode(text)),
-        frame,
-    )
+    around = None if arguments.pairs else filler
+    items = [
+        make_item(number, seed, depth, length, around, lambda text: len(encode(text)), frame)
+        for length in lengths
+        for depth in depths
+        for number in range(count)
+    ]
     session.record |= {
         "settings": {
             "lengths": lengths,
@@ -106,7 +104,7 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
             "items": count,
             "batch": arguments.batch,
             "max_new_tokens": arguments.max_new_tokens,
-            "seed": arguments.seed,
+            "seed": seed,
             "chat_template": any(frame),
             "pairs": arguments.pairs,
             "haystack": haystack and {"file": haystack.name, "sha256": haystack.sha256},

@@ -11,20 +11,18 @@ computes the same for every policy.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.generation import Run
 from infinigen_jax.engine.stats import Moved, moved_by, rows_per_step
-from infinigen_jax.errors import InputError, MemoryShortageError
-
-if TYPE_CHECKING:
-    from infinigen_jax.engine.engine import Engine
-    from infinigen_jax.engine.generation import Run
+from infinigen_jax.errors import InputError, MemoryShortageError, ParameterError
 
 READ_EVERY = 64  # steps between reads, so that the device never waits for Python
 
@@ -57,7 +55,7 @@ class Traffic(Moved):
 
 
 def score_windows(
-    engine: "Engine",
+    engine: Engine,
     windows: Int[np.ndarray, "w n"],
     context: int,
     batch: int,
@@ -79,7 +77,7 @@ def score_windows(
     parts, total = [], Traffic()
     for rows, kept in batches(len(windows), batch):
         further = asked if isinstance(asked, int) else asked[rows]
-        run = start_run(engine, windows[rows], context)
+        run = start_windows(engine, windows[rows], context)
         parts.append(score_run(run, windows[rows, context - 1 :], kept, further, advance))
         total += traffic(run, kept)
     all_scores = Scores(*(np.concatenate(part) for part in zip(*parts, strict=True)))
@@ -87,7 +85,7 @@ def score_windows(
     return all_scores, total
 
 
-def check_finite(engine: "Engine", *measured: Float[np.ndarray, "..."]) -> None:
+def check_finite(engine: Engine, *measured: Float[np.ndarray, "..."]) -> None:
     """Refuse numbers of an engine that are not all finite."""
     wrong = sum(np.count_nonzero(~np.isfinite(numbers)) for numbers in measured)
     if wrong:
@@ -98,7 +96,7 @@ def check_finite(engine: "Engine", *measured: Float[np.ndarray, "..."]) -> None:
 
 
 def score_run(
-    run: "Run",
+    run: Run,
     tokens: Int[np.ndarray, "b n"],
     kept: int,
     asked: int | Int[np.ndarray, "b t m"] = 0,
@@ -147,16 +145,23 @@ def batches(count: int, size: int) -> Iterator[tuple[Int[np.ndarray, " b"], int]
         yield np.minimum(np.arange(start, start + size), count - 1), min(size, count - start)
 
 
-def start_run(engine: "Engine", windows: Int[np.ndarray, "b n"], context: int) -> "Run":
+def start_windows(engine: Engine, windows: Int[np.ndarray, "b n"], context: int) -> Run:
     """Prefill the context except its last token."""
-    batch, size = windows.shape
+    prompts, size = windows[:, : context - 1].tolist(), windows.shape[1]
+    return start_run(engine, prompts, size - context, f"lower it, or `window` {size}")
+
+
+def start_run(
+    engine: Engine, prompts: Sequence[Sequence[int]], steps: int, remedy: str = "lower it"
+) -> Run:
+    """Prefill prompts, for `steps` decode steps; `remedy` is advice on `batch`."""
     try:
-        return engine.start(windows[:, : context - 1].tolist(), max_new_tokens=size - context)
+        return engine.start(prompts, max_new_tokens=steps)
     except MemoryShortageError as error:
-        raise InputError(f"`batch` {batch}, `window` {size}: lower one of them ({error})") from None
+        raise ParameterError("batch", f"{remedy} ({error})", len(prompts)) from None
 
 
-def traffic(run: "Run", kept: int) -> Traffic:
+def traffic(run: Run, kept: int) -> Traffic:
     """Return the traffic of all steps so far, of the first `kept` sequences."""
     tokens = len(run.counts) * kept
     past = run.prompt_lengths + np.arange(len(run.counts))[:, None]
@@ -168,7 +173,7 @@ def traffic(run: "Run", kept: int) -> Traffic:
 
 
 def _attended(
-    run: "Run", selected: Int[np.ndarray, "s b"], past: Int[np.ndarray, "s b"]
+    run: Run, selected: Int[np.ndarray, "s b"], past: Int[np.ndarray, "s b"]
 ) -> Float[np.ndarray, "s b"]:
     """Compute `Traffic.attended` from the rows selected and the past tokens of each step."""
     decoder = run.decoder

@@ -3,13 +3,13 @@
 Imports errors, ops. Start reading at base.py.
 """
 
+import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from infinigen_jax.errors import UnsupportedModelError
 from infinigen_jax.models.base import (
     Blueprint,
+    HFConfig,
     ModelConfig,
     Params,
     blueprint,
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 
-def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+def config_from_hf(hf: HFConfig) -> ModelConfig:
     """Translate a parsed `config.json`; refuse a model_type that is not implemented."""
     name = hf.get("model_type")
     name = ALIASES.get(str(name), name)
@@ -58,6 +58,6 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
             f"config.json: model_type {name!r} is not supported{reason} "
             f"(supported: {', '.join(FAMILIES)})"
         )
-    config = family(name).config_from_hf(hf)
+    config = dataclasses.replace(family(name).config_from_hf(hf), family=name)
     refuse_unless(0 <= config.norm_eps < math.inf, f"epsilon {config.norm_eps} of the norms")
     return config

@@ -13,7 +13,7 @@ e hidden size, f MLP width, v vocabulary.
 import dataclasses
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,6 +30,8 @@ from infinigen_jax.models.small_weights import Params, dtype_of, small_form
 if TYPE_CHECKING:
     from infinigen_jax.models.llama import Embedding, Layer
 
+HFConfig = Mapping[str, Any]  # a parsed config.json
+
 PRE_NORMS = ("attention_norm", "mlp_norm")  # of the inputs of attention and MLP
 POST_NORMS = ("attention_post_norm", "mlp_post_norm")  # of their outputs
 HEAD_NORMS = ("q_norm", "k_norm")  # of queries and keys
@@ -40,7 +42,7 @@ class ModelConfig:
     """Architecture of a decoder, read from a Hugging Face `config.json`.
 
     Attributes:
-        family: name of the file of this package that defines the modules.
+        family: file of this package that defines the modules; `models.config_from_hf` sets it.
         max_positions: longest supported sequence, in tokens.
         rope: rotary embedding, or None for learned positions.
         layer_ropes: rotary embedding of each layer, None for no rotation; empty if all have
@@ -64,7 +66,7 @@ class ModelConfig:
         eos_ids: tokens that end a generation; may be empty.
     """
 
-    family: str
+    family: str = "llama"
     vocab_size: int
     hidden_size: int
     intermediate_size: int

@@ -1,9 +1,8 @@
 """Cohere (Command R, Aya): attention and MLP side by side after one LayerNorm without bias."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from infinigen_jax.models.base import ModelConfig
+from infinigen_jax.models.base import HFConfig, ModelConfig
 from infinigen_jax.models.hf import positive, refuse_unless
 from infinigen_jax.models.llama import relative_from_hf
 from infinigen_jax.models.rope_hf import positive_number, rope_from_hf
@@ -11,13 +10,13 @@ from infinigen_jax.models.rope_hf import positive_number, rope_from_hf
 DEFAULTS = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True}
 
 
-def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+def config_from_hf(hf: HFConfig) -> ModelConfig:
     refuse_unless(not hf.get("use_qk_norm"), "use_qk_norm=true in a cohere model (Command R+)")
     rope = rope_from_hf(hf, interleaved=True, theta=5e5)
-    return cohere_from_hf(hf, "cohere", rope=rope)
+    return cohere_from_hf(hf, rope=rope)
 
 
-def cohere_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> ModelConfig:
+def cohere_from_hf(hf: HFConfig, **settings: Any) -> ModelConfig:
     """Return the configuration of a version of Cohere's models.
 
     Some files have the real context in `model_max_length`, beyond `max_position_embeddings`.
@@ -27,7 +26,6 @@ def cohere_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> Model
     hf["max_position_embeddings"] = max(positions, positive(hf, "model_max_length", default=1))
     return relative_from_hf(
         hf,
-        family,
         norms=("attention_norm",),
         norm_eps=float(hf["layer_norm_eps"]),
         layer_norms=True,

@@ -3,16 +3,13 @@
 The other layers do not rotate queries and keys (NoPE).
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-from infinigen_jax.models.base import ModelConfig
+from infinigen_jax.models.base import HFConfig, ModelConfig
 from infinigen_jax.models.cohere import cohere_from_hf
 from infinigen_jax.models.exaone4 import rotated_in_windows
 from infinigen_jax.models.rope_hf import rope_from_hf
 
 
-def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+def config_from_hf(hf: HFConfig) -> ModelConfig:
     hf = {"sliding_window": 4096, "sliding_window_pattern": 4, **hf}
     rope = rope_from_hf(hf, interleaved=True)
-    return cohere_from_hf(hf, "cohere2", **rotated_in_windows(hf, rope))
+    return cohere_from_hf(hf, **rotated_in_windows(hf, rope))

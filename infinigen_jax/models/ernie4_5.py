@@ -1,9 +1,6 @@
 """ERNIE 4.5, dense: LLaMA with neighbouring columns as the pairs of the rotation."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from infinigen_jax.models.base import ModelConfig
+from infinigen_jax.models.base import HFConfig, ModelConfig
 from infinigen_jax.models.llama import relative_from_hf
 from infinigen_jax.models.rope_hf import rope_from_hf
 
@@ -16,8 +13,8 @@ DEFAULTS = {
 }
 
 
-def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+def config_from_hf(hf: HFConfig) -> ModelConfig:
     hf = DEFAULTS | {**hf}
     rope = rope_from_hf(hf, interleaved=True)
     bias = bool(hf.get("use_bias", False))
-    return relative_from_hf(hf, "ernie4_5", attention_bias=bias, mlp_bias=bias, rope=rope)
+    return relative_from_hf(hf, attention_bias=bias, mlp_bias=bias, rope=rope)

@@ -1,9 +1,6 @@
 """EXAONE 3.0 and 3.5: LLaMA with other names of settings and tensors."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from infinigen_jax.models.base import ModelConfig
+from infinigen_jax.models.base import HFConfig, ModelConfig
 from infinigen_jax.models.llama import relative_from_hf
 from infinigen_jax.models.rope_hf import rope_from_hf
 
@@ -15,6 +12,6 @@ NAMES = {
 }
 
 
-def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+def config_from_hf(hf: HFConfig) -> ModelConfig:
     hf = DEFAULTS | {NAMES.get(name, name): value for name, value in hf.items()}
-    return relative_from_hf(hf, "exaone", rope=rope_from_hf(hf, theta=5e5))
+    return relative_from_hf(hf, rope=rope_from_hf(hf, theta=5e5))

@@ -1,10 +1,9 @@
 """Gemma 2: LLaMA with norms on both sides of each block, and soft-capped scores and logits."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from infinigen_jax.models import llama
-from infinigen_jax.models.base import POST_NORMS, PRE_NORMS, ModelConfig
+from infinigen_jax.models.base import POST_NORMS, PRE_NORMS, HFConfig, ModelConfig
 from infinigen_jax.models.hf import (
     FULL,
     SLIDING,
@@ -25,24 +24,18 @@ DEFAULTS = {
 }
 
 
-def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "gemma2"; refuse unsupported settings by name."""
-    return capped_from_hf(hf, "gemma2")
-
-
-def capped_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> ModelConfig:
-    """Return the configuration of a version of Gemma with soft-capped scores."""
+def config_from_hf(hf: HFConfig, **settings: Any) -> ModelConfig:
     hf = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **hf}
     settings |= {"attention_softcap": _softcap(hf, "attn_logit_softcapping")}
-    return gemma_from_hf(hf | {"layer_types": kinds(hf, 2)}, family, **settings)
+    return gemma_from_hf(hf | {"layer_types": kinds(hf, 2)}, **settings)
 
 
-def kinds(hf: Mapping[str, Any], every: int) -> list[str]:
+def kinds(hf: HFConfig, every: int) -> list[str]:
     """Return the kind of each layer; by default each multiple of `every` has no window."""
     return per_layer(hf, "layer_types", lambda i: SLIDING if (i + 1) % every else FULL)
 
 
-def gemma_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> ModelConfig:
+def gemma_from_hf(hf: HFConfig, **settings: Any) -> ModelConfig:
     """Return the configuration of a version of Gemma that reads `settings` itself."""
     hf = DEFAULTS | {**hf}
     refuse_both_ways(hf)
@@ -50,7 +43,6 @@ def gemma_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> ModelC
     refuse_unless(activation in llama.ACTIVATIONS, f"hidden_activation {activation!r}")
     return llama.relative_from_hf(
         hf | {"hidden_act": activation},
-        family,
         query_scale=positive_number(hf["query_pre_attn_scalar"], "query_pre_attn_scalar") ** -0.5,
         logit_softcap=_softcap(hf, "final_logit_softcapping"),
         # They are stored minus 1. In two bytes, 1 + scale would lose most of its digits.
@@ -61,12 +53,12 @@ def gemma_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> ModelC
     )
 
 
-def refuse_both_ways(hf: Mapping[str, Any]) -> None:
+def refuse_both_ways(hf: HFConfig) -> None:
     """Refuse attention to later tokens."""
     both = hf.get("use_bidirectional_attention")
     refuse_unless(not both, f"use_bidirectional_attention={both}")
 
 
-def _softcap(hf: Mapping[str, Any], name: str) -> float | None:
+def _softcap(hf: HFConfig, name: str) -> float | None:
     value = hf.get(name)
     return None if value is None else positive_number(value, name)

@@ -4,11 +4,8 @@ Layers with a sliding window have another base than layers that attend to all to
 text and images (model_type "gemma3") only the language model is read.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from infinigen_jax.models import gemma2
-from infinigen_jax.models.base import HEAD_NORMS, POST_NORMS, PRE_NORMS, ModelConfig
+from infinigen_jax.models.base import HEAD_NORMS, POST_NORMS, PRE_NORMS, HFConfig, ModelConfig
 from infinigen_jax.models.hf import FULL, positive, refuse_unless
 from infinigen_jax.models.rope_hf import ropes_by_kind
 
@@ -27,7 +24,7 @@ DEFAULTS = {
 }
 
 
-def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+def config_from_hf(hf: HFConfig) -> ModelConfig:
     hf = DEFAULTS | {**hf}
     softcap = hf.get("attn_logit_softcapping")
     refuse_unless(not softcap, f"attn_logit_softcapping={softcap} in a gemma3 model")
@@ -37,7 +34,6 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     local_theta = hf.get("rope_local_base_freq", 1e4)
     return gemma2.gemma_from_hf(
         hf | {"layer_types": kinds},
-        "gemma3",
         norms=PRE_NORMS + POST_NORMS + HEAD_NORMS,
         **ropes_by_kind(hf, kinds, given, local_theta),
         max_positions=positive(hf, "max_position_embeddings"),

@@ -3,10 +3,9 @@
 Pairs of the rotation are neighbouring columns, and the gate and up projections are stored joined.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
-from infinigen_jax.models.base import ModelConfig
+from infinigen_jax.models.base import HFConfig, ModelConfig
 from infinigen_jax.models.llama import relative_from_hf
 from infinigen_jax.models.rope_hf import rope_from_hf
 
@@ -19,11 +18,7 @@ DEFAULTS = {
 }
 
 
-def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    return glm_from_hf(hf, "glm")
-
-
-def glm_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> ModelConfig:
+def config_from_hf(hf: HFConfig, **settings: Any) -> ModelConfig:
     hf = DEFAULTS | {**hf}
     rope = rope_from_hf(hf, partial=True, interleaved=True)
-    return relative_from_hf(hf, family, rope=rope, output_bias=False, **settings)
+    return relative_from_hf(hf, rope=rope, output_bias=False, **settings)

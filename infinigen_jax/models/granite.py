@@ -1,9 +1,8 @@
 """Granite 3 and later, dense: LLaMA with constant factors on embeddings, residuals and logits."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from infinigen_jax.models.base import ModelConfig
+from infinigen_jax.models.base import HFConfig, ModelConfig
 from infinigen_jax.models.llama import relative_from_hf
 from infinigen_jax.models.rope_hf import positive_number
 
@@ -15,10 +14,6 @@ FACTORS = {
 }
 
 
-def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    return granite_from_hf(hf, "granite")
-
-
-def granite_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> ModelConfig:
+def config_from_hf(hf: HFConfig, **settings: Any) -> ModelConfig:
     factors = {ours: positive_number(hf.get(name, 1.0), name) for name, ours in FACTORS.items()}
-    return relative_from_hf(hf, family, **factors, **settings)
+    return relative_from_hf(hf, **factors, **settings)

@@ -16,14 +16,6 @@ WITH_IMAGES = {
     "qwen2_5_vl": "qwen2",
     "qwen3_vl": "qwen3",
 }
-LANGUAGE_MODELS = {
-    "exaone4": "Exaone4ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "ministral3": "Ministral3ForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 
 MOST_LAYERS = 10_000  # bounds the lists with an entry per layer
 LARGEST = (1 << 31) - 1  # bounds all other sizes, which index arrays
@@ -42,10 +34,10 @@ def language_model(hf: Mapping[str, Any]) -> dict[str, Any]:
     names = ("eos_token_id", "dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
     shared = {name: hf[name] for name in names if name in hf}
     family = str(part.get("model_type") or WITH_IMAGES[kind])
-    if family.removesuffix("_text") == kind and family not in LANGUAGE_MODELS:
+    if family.removesuffix("_text") == kind:
         family = WITH_IMAGES[kind]
-    name = {"model_type": family, "architectures": [LANGUAGE_MODELS.get(family)]}
-    return shared | _along_the_text(part) | name
+    name = f"{family.removesuffix('_text').title()}ForCausalLM"
+    return shared | _along_the_text(part) | {"model_type": family, "architectures": [name]}
 
 
 def _along_the_text(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,13 +55,6 @@ def refuse_unless(condition: Any, setting: str) -> None:
     """Raise UnsupportedModelError naming `setting` unless `condition` holds."""
     if not condition:
         raise UnsupportedModelError(f"config.json: {setting} is not supported")
-
-
-def refuse_foreign_features(hf: Mapping[str, Any]) -> None:
-    """Refuse features that no family implements, whatever `model_type` says."""
-    refuse_unless(not hf.get("quantization_config"), "quantised weights (quantization_config)")
-    for name in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"):
-        refuse_unless(not hf.get(name), f"mixture of experts ({name}={hf.get(name)})")
 
 
 def refuse_sliding_windows(hf: Mapping[str, Any]) -> None:
@@ -105,8 +90,13 @@ def per_layer(hf: Mapping[str, Any], name: str, default: Callable[[int], Any]) -
 
 
 def common_settings(hf: Mapping[str, Any], *, mlp: str) -> dict[str, Any]:
-    """Return sizes and special tokens for ModelConfig; `mlp` names the setting of the MLP width."""
-    refuse_foreign_features(hf)
+    """Return sizes and special tokens for ModelConfig; `mlp` names the setting of the MLP width.
+
+    Features that no family implements are refused, whatever `model_type` says.
+    """
+    refuse_unless(not hf.get("quantization_config"), "quantised weights (quantization_config)")
+    for name in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"):
+        refuse_unless(not hf.get(name), f"mixture of experts ({name}={hf.get(name)})")
     heads = positive(hf, "num_attention_heads")
     hidden = positive(hf, "hidden_size")
     kv_heads = positive(hf, "num_key_value_heads", default=heads)
@@ -152,16 +142,11 @@ def _token(hf: Mapping[str, Any], name: str, vocabulary: int) -> int | None:
 def positive(
     hf: Mapping[str, Any], name: str, default: int | None = None, most: int = LARGEST
 ) -> int:
-    """Read a positive whole number; refuse other values, and a missing one without default."""
+    """Read a whole number from 1 to `most`; refuse others, and a missing one without default."""
     value = hf.get(name)
     value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         shown = "missing" if value is None else repr(value)
-        raise UnsupportedModelError(
-            f"config.json: {name} is {shown}; it must be a positive whole number"
-        )
-    if value > most:
-        raise UnsupportedModelError(
-            f"config.json: {name} is {value}, more than {most:,}; the file may be damaged"
-        )
+        problem = f"{name} is {shown}; it must be a whole number from 1 to {most:,}"
+        raise UnsupportedModelError(f"config.json: {problem}")
     return value

@@ -2,16 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
 
-from infinigen_jax.models.base import HEAD_NORMS, PRE_NORMS, ModelConfig
+from infinigen_jax.models.base import HEAD_NORMS, PRE_NORMS, HFConfig, ModelConfig
 from infinigen_jax.models.hf import positive, refuse_unless
 from infinigen_jax.models.llama import relative_from_hf
 from infinigen_jax.models.rope_hf import positive_number, rope_from_hf
 
 
-def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+def config_from_hf(hf: HFConfig) -> ModelConfig:
     hf = {"rms_norm_eps": 1e-5, **hf}
     rope = rope_from_hf(hf)
     scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
@@ -24,4 +22,4 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         refuse_unless(1 < theta < math.inf, f"rope alpha {alpha:g}")
         rope = dataclasses.replace(rope, kind="default", theta=theta, factor=1.0)
     settings = {"norms": PRE_NORMS + HEAD_NORMS, "norm_after_rotation": True}
-    return relative_from_hf(hf, "hunyuan_v1_dense", rope=rope, **settings)
+    return relative_from_hf(hf, rope=rope, **settings)

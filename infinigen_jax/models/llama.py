@@ -3,7 +3,6 @@
 Related families reuse these modules; their files describe only the differences.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,10 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from infinigen_jax.models.base import HEAD_NORMS, ModelConfig
+from infinigen_jax.models.base import HEAD_NORMS, HFConfig, ModelConfig
 from infinigen_jax.models.hf import LARGEST, common_settings, refuse_sliding_windows, refuse_unless
 from infinigen_jax.models.linear import Linear, TokenTable
-from infinigen_jax.models.norms import Norm
 from infinigen_jax.models.rope import Rotation, rotate
 from infinigen_jax.models.rope_hf import rope_from_hf, stretched_positions
 from infinigen_jax.ops.attention import soft_capped
@@ -30,13 +28,12 @@ ACTIVATIONS = {
 }
 
 
-def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "llama"; refuse unsupported settings by name."""
+def config_from_hf(hf: HFConfig) -> ModelConfig:
     refuse_sliding_windows(hf)
-    return relative_from_hf(hf, "llama")
+    return relative_from_hf(hf)
 
 
-def relative_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> ModelConfig:
+def relative_from_hf(hf: HFConfig, **settings: Any) -> ModelConfig:
     """Return the configuration of a family with these modules that reads `settings` itself."""
     common = common_settings(hf, mlp="intermediate_size")
     activation = hf.get("hidden_act", "silu")
@@ -44,7 +41,8 @@ def relative_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> Mod
     rope = settings.get("rope") or rope_from_hf(hf)
     if ropes := settings.get("layer_ropes"):  # their frequencies are fixed
         varying = [each.kind for each in (rope, *ropes) if each is not None and each.varies]
-        refuse_unless(not varying, f"rope type {varying and varying[0]!r} in {family} models")
+        where = f"in {hf.get('model_type')} models"
+        refuse_unless(not varying, f"rope type {varying and varying[0]!r} {where}")
     refuse_unless(rope.fits(common["head_dim"]), f"rope type {rope.kind!r} for heads of its size")
     common["max_positions"] = most = stretched_positions(rope, common["max_positions"])
     refuse_unless(most <= LARGEST, f"a context of {most} tokens")
@@ -54,11 +52,36 @@ def relative_from_hf(hf: Mapping[str, Any], family: str, **settings: Any) -> Mod
     if settings.get("sliding_window", 0) >= settings["max_positions"]:
         # Treat it as no window: such layers are cached on the host like any other.
         settings |= {"sliding_window": None, "sliding_layers": ()}
-    return ModelConfig(
-        family=family,
-        tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        **settings,
-    )
+    return ModelConfig(tie_embeddings=bool(hf.get("tie_word_embeddings", False)), **settings)
+
+
+class Norm(nnx.Module):
+    """RMSNorm or LayerNorm over the last axis, computed in float32; result in x's dtype.
+
+    x / sqrt(mean(x^2) + epsilon) * scale. LayerNorm subtracts the mean first, and may add a bias.
+    Flax's norms have two drawbacks here: their default variance E[x^2] - mean^2 cancels on OPT's
+    outliers, and in half precision they rely on implicit promotion, which the tests forbid.
+    """
+
+    def __init__(self, size: int, config: ModelConfig, dtype: Any):
+        self.scale = nnx.Param(jnp.ones(size, jnp.float32 if config.float32_norms else dtype))
+        self.centred, self.epsilon = config.layer_norms, config.norm_eps
+        has_bias = config.layer_norms and config.norm_biases
+        self.bias = nnx.Param(jnp.zeros(size, dtype)) if has_bias else None
+
+    def __call__(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
+        y = x.astype(jnp.float32)
+        if self.centred:
+            y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.epsilon)
+        y = y * _over_last(self.scale[...], y)
+        if self.bias is not None:
+            y = y + _over_last(self.bias[...], y)
+        return y.astype(x.dtype)
+
+
+def _over_last(parameter: Array, x: Array) -> Array:
+    return parameter.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
 
 
 class Layer(nnx.Module):

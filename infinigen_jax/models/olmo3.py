@@ -1,9 +1,6 @@
 """OLMo 3: OLMo 2 with a sliding window in three of four layers, which keep the first rotation."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from infinigen_jax.models.base import ModelConfig
+from infinigen_jax.models.base import HFConfig, ModelConfig
 from infinigen_jax.models.gemma2 import kinds
 from infinigen_jax.models.hf import FULL, SLIDING, sliding_windows
 from infinigen_jax.models.llama import relative_from_hf
@@ -11,7 +8,7 @@ from infinigen_jax.models.olmo2 import NORMS
 from infinigen_jax.models.rope_hf import ropes_by_kind
 
 
-def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+def config_from_hf(hf: HFConfig) -> ModelConfig:
     hf = {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096, **hf}
     types = kinds(hf, 4)
     given = dict(hf.get("rope_parameters") or {})
@@ -19,7 +16,6 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         given = {FULL: given, SLIDING: {"rope_theta": given.get("rope_theta")}}
     return relative_from_hf(
         hf,
-        "olmo3",
         **NORMS,
         **ropes_by_kind(hf, types, given, hf["rope_theta"]),
         **sliding_windows(hf | {"layer_types": types}, hf["sliding_window"]),

@@ -4,22 +4,20 @@ Of the published sizes only opt-350m normalises after each block and projects it
 refused by name.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.models import llama
-from infinigen_jax.models.base import ModelConfig
+from infinigen_jax.models.base import HFConfig, ModelConfig
 from infinigen_jax.models.hf import common_settings, refuse_sliding_windows, refuse_unless
 from infinigen_jax.models.llama import ACTIVATIONS
 
 POSITION_OFFSET = 2  # rows 0 and 1 of OPT's position table are not positions
 
 
-def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate a `config.json` of model_type "opt"; refuse unsupported settings by name."""
+def config_from_hf(hf: HFConfig) -> ModelConfig:
     settings = common_settings(hf, mlp="ffn_dim")
     refuse_sliding_windows(hf)
     refuse_unless(hf.get("do_layer_norm_before", True), "do_layer_norm_before=false (opt-350m)")
@@ -33,7 +31,6 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     kv_heads = settings["num_kv_heads"]
     refuse_unless(kv_heads == settings["num_heads"], "grouped KV heads in an OPT model")
     return ModelConfig(
-        family="opt",
         norm_eps=1e-5,
         activation=activation,
         gated=False,

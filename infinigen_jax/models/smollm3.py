@@ -1,15 +1,12 @@
 """SmolLM3: LLaMA in which every fourth layer does not rotate queries and keys (NoPE)."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from infinigen_jax.models.base import ModelConfig
+from infinigen_jax.models.base import HFConfig, ModelConfig
 from infinigen_jax.models.hf import FULL, SLIDING, per_layer, refuse_unless, sliding_windows
 from infinigen_jax.models.llama import relative_from_hf
 from infinigen_jax.models.rope_hf import rope_from_hf
 
 
-def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+def config_from_hf(hf: HFConfig) -> ModelConfig:
     hf = {"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6, **hf}
     interval = hf.get("no_rope_layer_interval", 4)
     refuse_unless(type(interval) is int and interval > 0, f"no_rope_layer_interval {interval!r}")
@@ -19,7 +16,6 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     rope = rope_from_hf(hf)
     return relative_from_hf(
         hf,
-        "smollm3",
         layer_ropes=tuple(rope if rotated else None for rotated in rotates),
         **sliding_windows({**hf, "layer_types": hf.get("layer_types") or kinds}, window),
     )

@@ -1,9 +1,6 @@
 """StarCoder2: LLaMA with LayerNorm, biases, an MLP without gate, and perhaps a sliding window."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from infinigen_jax.models.base import ModelConfig
+from infinigen_jax.models.base import HFConfig, ModelConfig
 from infinigen_jax.models.hf import sliding_windows
 from infinigen_jax.models.llama import relative_from_hf
 
@@ -16,11 +13,10 @@ DEFAULTS = {
 }
 
 
-def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
+def config_from_hf(hf: HFConfig) -> ModelConfig:
     hf = DEFAULTS | {**hf, "layer_types": None}
     return relative_from_hf(
         hf,
-        "starcoder2",
         attention_bias=bool(hf["use_bias"]),
         mlp_bias=bool(hf["use_bias"]),
         gated=False,

@@ -30,7 +30,6 @@ from infinigen_jax.speculation.query import (
     choose_basis,
     choose_query,
     choose_source,
-    mean_score,
     own_query,
     soft_cap,
     speculate_query,
@@ -183,8 +182,7 @@ class InfiniGen(InfiniGenSettings, Indexed):
         if columns := _predicting(weights):
             index = self.index_format(query.shape[-1])
             entries = functools.partial(index.sums, index=state, columns=columns)
-        rest = log_rest(scores, eligible, request, capacity // self.tail_block, entries)
-        return _with_mean(rest, weights, query)
+        return log_rest(scores, eligible, request, capacity // self.tail_block, entries)
 
     def own_rest(
         self,
@@ -198,8 +196,7 @@ class InfiniGen(InfiniGenSettings, Indexed):
         partial_query = own_query(weights, query, index.columns)
         slots = Slots(self.sinks, self.window, self.tail_block)
         columns, cap = _predicting(weights), soft_cap(weights, partial_query, query)
-        rest = index.log_rest(partial_query, state, request, positions, slots, columns, cap)
-        return _with_mean(rest, weights, query)
+        return index.log_rest(partial_query, state, request, positions, slots, columns, cap)
 
     def tail_values(
         self, weights: Params, rows: Float[Array, "b k n w"]
@@ -208,13 +205,6 @@ class InfiniGen(InfiniGenSettings, Indexed):
             return values_of(rows)
         keys, values = jnp.split(rows, 2, axis=-1)
         return without_predicted(weights, keys, values)
-
-
-def _with_mean(rest: Rest, weights: Params, query: Float[Array, "b k g d"]) -> Rest:
-    """Add the mean key's logit, which capped scores already have."""
-    if "softcap" in weights:
-        return rest
-    return rest._replace(score=rest.score + mean_score(weights.get("mean"), query))
 
 
 def _predicting(weights: Params) -> int:

@@ -1,7 +1,7 @@
 """Compiled functions of prefill, see `prefill.prefill`.
 
-Those of the cache depend on the policy, and donate what they replace. Those of a chunk are equal
-for all policies: call them with a decoder's `of_chunks`.
+Those of the cache, up to `kept`, depend on the policy, and donate what they replace. Those of a
+chunk, from `embed` on, are equal for all policies: call them with a decoder's `of_chunks`.
 """
 
 from typing import Any
@@ -20,8 +20,6 @@ from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill.attention_mass import attention_mass
 from infinigen_jax.prefill.layer import chunk_layer, device_rows, host_rows, keep_rows
 from infinigen_jax.transfer.host_weights import await_copy, start_copy, start_next
-
-# The cache.
 
 
 @compiled(
@@ -76,9 +74,6 @@ def kept(decoder: Decoder, positions: Int[Array, "b k t"]) -> Kept:
     assert decoder.pool is not None
     used = first_used(decoder.pool, positions)
     return Kept(used, decoder.empty_hot_set(positions.shape[0], positions.shape[2]))
-
-
-# A chunk.
 
 
 @compiled(lambda at: at.batch, static_argnames="size")

@@ -72,12 +72,6 @@ class Pool(Settings):
         if self.recent == 1:
             raise ParameterError("pool.recent", "it must be below 1", 1)
 
-    @classmethod
-    def of_limit(cls, limit: int | float, **settings: Any) -> "Pool":
-        """Return a pool with a limit, a whole number of tokens or a share."""
-        name = "tokens" if isinstance(limit, int) else "share"
-        return cls(**{name: limit}, **settings)
-
     @property
     def use_bytes(self) -> int:
         """Bytes of a row's entry in `used`."""

@@ -16,8 +16,6 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from infinigen_jax.errors import InputError
-
 Matrix = np.ndarray | jax.Array  # argument type; results are np.ndarray
 
 QUERY_RIDGE = 1e-4  # relative to the mean eigenvalue, for the inverse roots
@@ -52,20 +50,9 @@ class Moments(NamedTuple):
         mean = self.key_mean
         return self.key_gram / self.tokens - mean[:, :, None] * mean[:, None, :]
 
-    def __add__(self, other: "Moments") -> "Moments":  # type: ignore[override]
-        if self.group != other.group:
-            raise ValueError("moments of models with different group sizes")
-        return Moments(
-            self.tokens + other.tokens,
-            self.group,
-            self.query_gram + other.query_gram,
-            self.key_gram + other.key_gram,
-            self.key_sum + other.key_sum,
-        )
-
 
 def moments(queries: Float[Matrix, "t h d"], keys: Float[Matrix, "t k d"]) -> Moments:
-    """Return the moments of a piece of text; add those of several pieces.
+    """Return the moments of a text.
 
     Args:
         queries, keys: vectors of every token as they enter the dot product: after bias, rotation
@@ -92,11 +79,7 @@ def svd_basis(statistics: Moments) -> tuple[Float[np.ndarray, "k d d"], Float[np
     Returns:
         A [k, d, d], orthogonal even if the queries span fewer than d dimensions, columns by
         descending energy; and the energies s^2 [k, d].
-
-    Raises:
-        InputError: with fewer tokens than the head size, when the basis would be arbitrary.
     """
-    _check_enough(statistics)
     energies, basis = np.linalg.eigh(statistics.query_gram)
     energies, basis = energies[:, ::-1], basis[:, :, ::-1]
     return _fix_signs(basis), np.maximum(energies, 0.0)
@@ -117,11 +100,7 @@ def balanced_basis(
 
     Returns:
         B and C, each [k, d, d], and D [k, d], descending: the variance of column i of both.
-
-    Raises:
-        InputError: with fewer tokens than the head size.
     """
-    _check_enough(statistics)
     queries = statistics.query_gram / (statistics.tokens * statistics.group)
     query_root, query_inverse = _roots(queries, QUERY_RIDGE)
     return _factors(query_root, query_inverse, statistics)
@@ -162,11 +141,7 @@ def reduced_rank_basis(
     Returns:
         B and C, each [k, d, d], and D [k, d], descending. The residual of r columns is
         tr(E[q^T q] Sigma) minus the sum of the first r squares of D.
-
-    Raises:
-        InputError: with fewer tokens than the head size.
     """
-    _check_enough(statistics)
     count = statistics.tokens * statistics.group
     _, guess_inverse = _roots(guess.gram / count, QUERY_RIDGE)
     return _factors(guess_inverse @ (guess.cross / count), guess_inverse, statistics)
@@ -214,12 +189,3 @@ def _fix_signs(basis: np.ndarray) -> np.ndarray:
     """Make the largest entry of each column positive, so that a conversion is reproducible."""
     largest = np.take_along_axis(basis, np.abs(basis).argmax(axis=1, keepdims=True), axis=1)
     return basis * np.where(largest < 0, -1.0, 1.0)
-
-
-def _check_enough(statistics: Moments) -> None:
-    size = statistics.query_gram.shape[-1]
-    if statistics.tokens < size:
-        raise InputError(
-            f"the calibration text has {statistics.tokens} tokens, but a head size of {size} needs "
-            f"at least {size}: give a longer text"
-        )

@@ -193,37 +193,24 @@ class IndexFormat:
         if not self.quantised:
             leading = index[:, :, :columns].astype(jnp.float32)
             return jnp.einsum("bkgt,bkct->bkgc", weights, leading, precision="highest")
-        words = index[:, :, : -(-columns // CODES)]
-        codes = self._code_sums(weights, words, index[:, :, -1:])[..., :columns]
-        lows = summed(lambda weight, last: weight * _low(last), weights, index[:, :, -1:])
-        return codes + lows[..., None]
-
-    def _code_sums(
-        self,
-        weights: Float[Array, "b k g t"],
-        words: UInt32[Array, "b k v t"],
-        parameters: UInt32[Array, "b k 1 t"],
-    ) -> Float[Array, "b k g c"]:
-        """Return weighted sums of the codes in words, times their tokens' steps.
-
-        A dot product would first write the codes in float32. Multiplying every code by its step is
-        cheaper than storing products.
-        """
-        b, k, g, _ = weights.shape
+        words, parameters = index[:, :, : -(-columns // CODES)], index[:, :, -1:]
         shifts = jnp.arange(0, 32, BITS, dtype=jnp.uint32)[None, None, None, None, :, None]
 
+        # A dot product would first write the codes in float32. Multiplying every code by its step
+        # is cheaper than storing products.
         def term(weight: Array, last: Array, word: Array) -> Array:
             codes = (word >> shifts) & jnp.uint32(2**BITS - 1)
             # Through int32, which every vector unit can convert.
             return weight * _step(last) * codes.astype(jnp.int32).astype(jnp.float32)
 
-        sums = summed(
+        codes = summed(
             term,
             weights[:, :, :, None, None],
             parameters[:, :, :, None, None],
             words[:, :, None, :, None],
         )
-        return sums.reshape(b, k, g, -1)
+        lows = summed(lambda weight, last: weight * _low(last), weights, parameters)
+        return codes.reshape(*lows.shape, -1)[..., :columns] + lows[..., None]
 
     def _products(
         self, query: Float[Array, "*w c"], words: UInt32[Array, "*v t"]

@@ -17,8 +17,6 @@ from infinigen_jax.cache.host_array import CACHE_SPEC, ROWS_SPEC, kernel_slots, 
 from infinigen_jax.cache.hot_set import Replacement
 from infinigen_jax.cuda.calls import gather
 from infinigen_jax.selection.select import Request
-from infinigen_jax.settings.engine import EngineOptions
-from infinigen_jax.settings.setting import check_setting
 from infinigen_jax.transfer.xla import FetchedRows, XlaTransfer
 
 logger = logging.getLogger(__name__)
@@ -69,7 +67,6 @@ def make_transfer(name: str) -> Transfer:
     "auto" is `cuda` on NVIDIA GPUs. If `cuda` cannot run, a warning states the reason and `xla` is
     used; the results are equal.
     """
-    check_setting(EngineOptions, "transfer", name)
     backend = jax.default_backend()
     xla = XlaTransfer(in_place=backend == "cpu")
     if name == "xla" or (name == "auto" and backend != "gpu"):

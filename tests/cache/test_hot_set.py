@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinigen_jax.cache.host_array import allocate_host, default_mesh, write_span
-from infinigen_jax.cache.hot_set import HotSet, Replacement, place_dtype, replacement
+from infinigen_jax.cache.hot_set import HotSet, Replacement, replacement
 from infinigen_jax.ops.span import Span
 from infinigen_jax.selection.select import Request
 from infinigen_jax.transfer import XlaTransfer, xla
@@ -54,7 +54,8 @@ def test_requests_find_what_was_fetched_before(data):
 
 def test_sizes():
     """Entries have the narrowest dtype; a request may not be larger than the hot set."""
-    assert place_dtype(2**15) == jnp.int16 and place_dtype(2**15 + 1) == jnp.int32
+    for size, dtype in ((2**15, jnp.int16), (2**15 + 1, jnp.int32)):
+        assert HotSet.empty(1, 1, size, 1, 1, jnp.float32).place.dtype == dtype
     request = Request(jnp.zeros((1, 1, 3), jnp.int32), jnp.zeros((1, 1), jnp.int32))
     hot = HotSet.empty(1, 1, 2, 4, 8, jnp.float32)
     with pytest.raises(ValueError, match="hot set of 2"):

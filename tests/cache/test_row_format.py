@@ -48,7 +48,6 @@ def test_bytes_of_a_row(d, int8, int4):
 
 
 def test_what_cannot_be_stored_is_refused():
-    refuses("rows int3: use auto, int8 or int4", row_format, "int3", "float32", 64)
     refuses("rows int4: heads of 67 columns", row_format, "int4", "float32", 67)
     assert row_format("auto", "float32", 67).width == 134
 

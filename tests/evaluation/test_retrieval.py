@@ -1,6 +1,7 @@
 """Retrieval: needles in texts, and greedy answers."""
 
 import dataclasses
+import itertools
 import json
 import re
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ from runtime import SPARSE, engine, numbers, random_model, with_ends
 
 from infinigen_jax import evaluate
 from infinigen_jax.evaluation.answers import answer
-from infinigen_jax.evaluation.haystacks import GRASS, Item, make_items, sentences
+from infinigen_jax.evaluation.haystacks import GRASS, Item, make_item, sentences
 from infinigen_jax.evaluation.parts import Measurement
 from infinigen_jax.evaluation.retrieval import chat_frame, encoder, with_scores
 from infinigen_jax.policies import Full
@@ -26,10 +27,15 @@ def words(text: str) -> int:
 # Problems.
 
 
+def made(
+    length: int, number: int = 0, *, depth: float = 0.5, seed: int = 7, frame=("", "")
+) -> Item:
+    return make_item(number, seed, depth, length, FILLER, words, frame)
+
+
 def test_items_have_their_answers_at_their_depth_and_fill_their_length():
-    items = make_items([150, 400], [0.0, 0.5, 1.0], 2, 7, FILLER, words)
-    assert len(items) == 2 * 3 * 2
-    for item in items:
+    for length, depth, number in itertools.product([150, 400], [0.0, 0.5, 1.0], range(2)):
+        item = made(length, number, depth=depth)
         used = words(item.context + item.question)
         assert item.length - 60 < used <= item.length - 8
         assert item.context.count(item.answer) == 1 and item.answer not in item.question
@@ -38,16 +44,15 @@ def test_items_have_their_answers_at_their_depth_and_fill_their_length():
 
 
 def test_items_depend_on_seed_and_number_only():
-    first, again, other = (make_items([150], [0.5], 2, seed, FILLER, words) for seed in (1, 1, 2))
+    first, again, other = ([made(150, i, seed=seed) for i in range(2)] for seed in (1, 1, 2))
     assert first == again
     assert len({item.answer for item in [*first, *other]}) == 4
-    (longer,) = make_items([300], [0.5], 1, 1, FILLER, words)
-    assert longer.answer == first[0].answer
+    assert made(300, seed=1).answer == first[0].answer
 
 
 def test_pairs_have_one_answer():
     """Only the word distinguishes the number from the others."""
-    (item,) = make_items([400], [0.5], 1, 7, None, words)
+    item = make_item(0, 7, 0.5, 400, None, words)
     facts = re.findall(
         r"One of the facts: the special magic number for (\w+) is (\d+)\.", item.context
     )
@@ -69,7 +74,7 @@ class Chat:
 def test_a_chat_template_encloses_text_and_question_and_brings_its_special_tokens():
     frame = chat_frame(Chat())
     assert frame == ("B[", "]>")
-    (item,) = make_items([150], [0.5], 1, 7, FILLER, words, frame)
+    item = made(150, frame=frame)
     assert item.context.startswith("B[A special magic number") and "]>" not in item.context
     assert re.fullmatch(r"\nWhat is .* text\?\]>The .* is", item.question)
     assert encoder(Chat(), frame)("B[a") == list(map(ord, "B[a"))
