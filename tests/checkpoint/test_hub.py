@@ -1,7 +1,6 @@
 """Models on the hub, against a local server with the hub's interface."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from tiny import LLAMA, refuses
+from tiny import LLAMA, environment, refuses
 
 from infinigen_jax.checkpoint.hub import fetched
 
@@ -121,12 +120,12 @@ def ask(tmp_path_factory) -> Iterator[Callable[..., list[str]]]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     given = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(folder)}
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    clean = {name: value for name, value in environment().items() if not name.startswith("HF_")}
 
-    def call(*requests: str, **environment: str) -> list[str]:
+    def call(*requests: str, **variables: str) -> list[str]:
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, *requests],
-            env=clean | given | environment,
+            env=clean | given | variables,
             cwd=folder,
             capture_output=True,
             text=True,
