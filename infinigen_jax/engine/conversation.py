@@ -20,6 +20,9 @@ from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import jax
+import numpy as np
+
 from infinigen_jax.checkpoint.manifest import read_manifest
 from infinigen_jax.engine.encoding import Prompt, encode
 from infinigen_jax.engine.generation import Run
@@ -33,6 +36,7 @@ from infinigen_jax.engine.saved_file import SavedFile, write_saved
 from infinigen_jax.engine.snapshot import arrays, layout, restore
 from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.loading.load import Model
+from infinigen_jax.models.packed import split
 from infinigen_jax.models.small_weights import small_dtype
 from infinigen_jax.numeric import check_range
 from infinigen_jax.settings.sampling import Sampling
@@ -281,11 +285,15 @@ def check_runtime(runtime: Runtime) -> None:
 
 
 def fingerprint(model: Model) -> str:
-    """Return a hash of a model's file checksums, or of its settings if it has no files."""
-    text = repr(model.config)
+    """Return a hash of a model's file checksums, or of its weights if it has no files."""
     if model.path is not None:
         text = json.dumps(read_manifest(model.path).files, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+        return hashlib.sha256(text.encode()).hexdigest()
+    digest = hashlib.sha256(repr(model.config).encode())
+    layers = [split(layer, model.config.query_width) for layer in model.params["layers"]]
+    for leaf in jax.tree.leaves((model.params | {"layers": layers}, model.bases)):
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()
 
 
 def settings_of(runtime: Runtime) -> dict[str, str]:

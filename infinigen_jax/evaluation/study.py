@@ -30,6 +30,7 @@ from infinigen_jax.decode.steps import Watched
 from infinigen_jax.ops.attention import Part, attend_weighted, packed, part_scores
 from infinigen_jax.ops.top_k import top_mask
 from infinigen_jax.policies.base import Budgeted
+from infinigen_jax.programs.program import in_full_precision
 from infinigen_jax.selection.select import Request, group_rank
 
 
@@ -61,7 +62,7 @@ def watch(decoder: Decoder, watched: Watched) -> tuple[Carry, Seen | None]:
 
 @functools.lru_cache(maxsize=16)
 def _program(decoder: Decoder) -> Any:
-    study = functools.partial(compare, decoder)
+    study = in_full_precision(functools.partial(compare, decoder), decoder)
     return jax.jit(study, compiler_options=step_options(decoder))
 
 

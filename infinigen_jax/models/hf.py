@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from infinigen_jax.errors import UnsupportedModelError
+from infinigen_jax.models.base import HFConfig
 
 SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of `layer_types`
 
@@ -21,7 +22,7 @@ MOST_LAYERS = 10_000  # bounds the lists with an entry per layer
 LARGEST = (1 << 31) - 1  # bounds all other sizes, which index arrays
 
 
-def language_model(hf: Mapping[str, Any]) -> dict[str, Any]:
+def language_model(hf: HFConfig) -> dict[str, Any]:
     """Return the configuration of a language model, which may be part of a larger model."""
     kind = str(hf.get("model_type"))
     if kind not in WITH_IMAGES:
@@ -40,7 +41,7 @@ def language_model(hf: Mapping[str, Any]) -> dict[str, Any]:
     return shared | _along_the_text(part) | {"model_type": family, "architectures": [name]}
 
 
-def _along_the_text(hf: Mapping[str, Any]) -> dict[str, Any]:
+def _along_the_text(hf: HFConfig) -> dict[str, Any]:
     """Return settings without the rotation in three directions, which agree in a text."""
     settings = {**hf}
     for name in settings.keys() & {"rope_scaling", "rope_parameters"}:
@@ -57,13 +58,13 @@ def refuse_unless(condition: Any, setting: str) -> None:
         raise UnsupportedModelError(f"config.json: {setting} is not supported")
 
 
-def refuse_sliding_windows(hf: Mapping[str, Any]) -> None:
+def refuse_sliding_windows(hf: HFConfig) -> None:
     """Refuse sliding windows, for families without them."""
     window = hf.get("sliding_window") if hf.get("use_sliding_window", True) else None
     refuse_unless(not window, f"sliding-window attention (sliding_window={window})")
 
 
-def sliding_windows(hf: Mapping[str, Any], window: int | None, first: int = 0) -> dict[str, Any]:
+def sliding_windows(hf: HFConfig, window: int | None, first: int = 0) -> dict[str, Any]:
     """Return `sliding_window` and `sliding_layers` of ModelConfig.
 
     `window` is None without one. `first` is the first layer with it if `layer_types` is missing.
@@ -79,7 +80,7 @@ def sliding_windows(hf: Mapping[str, Any], window: int | None, first: int = 0) -
     return {"sliding_window": window, "sliding_layers": layers}
 
 
-def per_layer(hf: Mapping[str, Any], name: str, default: Callable[[int], Any]) -> list[Any]:
+def per_layer(hf: HFConfig, name: str, default: Callable[[int], Any]) -> list[Any]:
     """Return a setting of every layer; `default` gives a layer's if the list is missing."""
     count = positive(hf, "num_hidden_layers", most=MOST_LAYERS)
     values = hf.get(name)
@@ -89,7 +90,7 @@ def per_layer(hf: Mapping[str, Any], name: str, default: Callable[[int], Any]) -
     return list(values)
 
 
-def common_settings(hf: Mapping[str, Any], *, mlp: str) -> dict[str, Any]:
+def common_settings(hf: HFConfig, *, mlp: str) -> dict[str, Any]:
     """Return sizes and special tokens for ModelConfig; `mlp` names the setting of the MLP width.
 
     Features that no family implements are refused, whatever `model_type` says.
@@ -118,7 +119,7 @@ def common_settings(hf: Mapping[str, Any], *, mlp: str) -> dict[str, Any]:
     }
 
 
-def end_tokens(hf: Mapping[str, Any], vocabulary: int) -> tuple[int, ...]:
+def end_tokens(hf: HFConfig, vocabulary: int) -> tuple[int, ...]:
     """Return the tokens of `eos_token_id` in config.json or generation_config.json."""
     name = "eos_token_id"
     listed = hf.get(name)
@@ -128,7 +129,7 @@ def end_tokens(hf: Mapping[str, Any], vocabulary: int) -> tuple[int, ...]:
     return tuple(token for token in tokens if token is not None)
 
 
-def _token(hf: Mapping[str, Any], name: str, vocabulary: int) -> int | None:
+def _token(hf: HFConfig, name: str, vocabulary: int) -> int | None:
     value = hf.get(name)
     if value is None:
         return None
@@ -139,9 +140,7 @@ def _token(hf: Mapping[str, Any], name: str, vocabulary: int) -> int | None:
     return value
 
 
-def positive(
-    hf: Mapping[str, Any], name: str, default: int | None = None, most: int = LARGEST
-) -> int:
+def positive(hf: HFConfig, name: str, default: int | None = None, most: int = LARGEST) -> int:
     """Read a whole number from 1 to `most`; refuse others, and a missing one without default."""
     value = hf.get(name)
     value = default if value is None else value

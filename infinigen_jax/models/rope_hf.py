@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from infinigen_jax.errors import UnsupportedModelError
+from infinigen_jax.models.base import HFConfig
 from infinigen_jax.models.hf import FULL, SLIDING, positive, refuse_unless
 from infinigen_jax.models.rope import KINDS, Rope
 
@@ -17,7 +18,7 @@ LLAMA3 = {  # without its factor
 
 
 def rope_from_hf(
-    hf: Mapping[str, Any],
+    hf: HFConfig,
     *,
     partial: bool = False,
     interleaved: bool = False,
@@ -68,7 +69,7 @@ def rope_from_hf(
 
 
 def ropes_by_kind(
-    hf: Mapping[str, Any],
+    hf: HFConfig,
     kinds: Sequence[str],
     given: Mapping[str, Any],
     window_theta: float,

@@ -60,7 +60,7 @@ class Program:
     ):
         # A new function: for an equal one JAX would return the executable in its memory, which XLA
         # cannot serialise if it came from JAX's cache.
-        new = _exactly(function) if _is_exact(settings) else functools.partial(function)
+        new = functools.partial(in_full_precision(function, settings))
         self._jitted = jax.jit(new, out_shardings=out, **options)
         # Both accept arrays or their shapes, and store nothing.
         self.lower, self.trace = self._jitted.lower, self._jitted.trace
@@ -112,23 +112,22 @@ def stores_programs() -> bool:
     return jax.default_backend() == "cpu" and jax.device_count() == 1
 
 
-def _is_exact(settings: Any) -> bool:
-    """Return whether products are of float32 models, whose factors GPUs would round to TF32.
+def in_full_precision(function: Callable[..., Any], settings: Any) -> Callable[..., Any]:
+    """Let a function of a float32 model multiply in float32: GPUs round factors to TF32.
 
-    Users may set JAX's default precision themselves.
+    Users may set JAX's default precision themselves. `settings` are as for `Program`.
     """
-    if jax.default_backend() == "cpu" or getattr(jax.config, PRECISION) is not None:
-        return False
     parts = settings if isinstance(settings, tuple) else (settings,)
-    return any(getattr(part, "dtype", None) == jnp.float32 for part in parts)
+    exact = any(getattr(part, "dtype", None) == jnp.float32 for part in parts)
+    if not exact or jax.default_backend() == "cpu" or getattr(jax.config, PRECISION) is not None:
+        return function
 
-
-def _exactly(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def traced(*arguments: Any, **static: Any) -> Any:
         with jax.default_matmul_precision("highest"):
             return function(*arguments, **static)
 
+    traced.__name__ = getattr(function, "func", function).__name__  # in profiles
     return traced
 
 

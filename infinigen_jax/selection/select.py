@@ -24,8 +24,8 @@ class Rest(NamedTuple):
     """Host-only rows that were not requested, summarised for each query head.
 
     Attributes:
-        score: log-sum-exp of the scores, over all rows (m = 1) or over each block of slots;
-            -inf for an empty set.
+        score: log-sum-exp of the scores, over all rows (m = 1) or over each block of slots, without
+            the logit of a mean key; -inf for an empty set.
         entry: mean of the index's c leading columns over all these rows, weighted by the scores'
             softmax; zeros for an empty set; None if not computed.
     """
@@ -68,7 +68,7 @@ class Request(NamedTuple):
 
 
 def budget_fraction(budget: float) -> Fraction:
-    """Return a budget as a fraction of small integers, so that budget * n is exact in int32.
+    """Return a budget as a fraction of small integers, so that `share_of` is exact in int32.
 
     Budgets below 1/1000 become unit fractions, and the smallest is LEAST_SHARE.
     """

@@ -228,7 +228,7 @@ async def _answer(scheduler: Scheduler, request: Request, wire: Wire, jobs: list
         return Response(status_code=499)
     # Log-probabilities take long, so they are made in a thread. Only `to_json` holds the
     # interpreter's lock meanwhile; it is five times as fast as `json`.
-    content = await asyncio.to_thread(lambda: to_json(wire.whole(jobs), inf_nan_mode="null"))
+    content = await asyncio.to_thread(lambda: to_json(wire.whole(jobs)))
     return Response(content, media_type="application/json")
 
 
@@ -237,7 +237,7 @@ async def _events(exchange: "Exchange", wire: Wire) -> AsyncIterator[str]:
 
     def event(content: Any) -> str:
         # Escaped: some clients split lines at characters such as U+2028.
-        return f"data: {json.dumps(content, allow_nan=False)}\n\n"
+        return f"data: {json.dumps(content)}\n\n"
 
     try:
         for part in await asyncio.to_thread(wire.opening):

@@ -1,4 +1,4 @@
-"""Checks before a request is read: API key, size and time of the body; and refusals."""
+"""Checks before a request is read: headers, API key, size and time of the body; and refusals."""
 
 import asyncio
 import hmac
@@ -7,6 +7,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
+HEADER_BYTES = 16 << 10
 BODY_BYTES = 32 << 20
 BODY_SECONDS = 30.0
 CLOSE = {"connection": "close"}
@@ -35,6 +36,10 @@ class Guard:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
+            return
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > HEADER_BYTES:
+            message = f"the headers are larger than {HEADER_BYTES} bytes"
+            await refusal(431, message, headers=CLOSE)(scope, receive, send)
             return
         headers = dict(scope["headers"])
         if not self._admits(scope, headers.get(b"authorization", b"")):

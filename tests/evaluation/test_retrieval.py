@@ -152,10 +152,12 @@ def test_a_needle_at_several_depths_is_one_for_the_error():
 def test_the_embedded_model_looks_things_up(tmp_path, capsys):
     """With only sinks and recent tokens resident, it misses the numbers that are not fetched."""
     result = tmp_path / "r.json"
-    arguments = ["retrieval", "--length", "300", "--depth", "0.3", "--quiet"]
-    arguments += ["--items", "2", "--batch", "2", "--dense-layers", "0", "--budget", "0.05"]
+    arguments = ["retrieval", "--length", "200", "300", "--depth", "0.3", "0.8", "--quiet"]
+    arguments += ["--items", "1", "--batch", "2", "--dense-layers", "0", "--budget", "0.05"]
     arguments += ["--policy", "infinigen", "window", "--json", str(result)]
     assert evaluate.main(arguments) == 0
     found = json.loads(result.read_text())["configurations"]
     assert [c["policy"] for c in found] == ["full", "infinigen", "window"]
     assert [c["accuracy"] for c in found[:2]] == [1, 1] and found[2]["accuracy"] < 1
+    cells = [(200, 0.3, 1), (200, 0.8, 1), (300, 0.3, 1), (300, 0.8, 1)]
+    assert [(c["length"], c["depth"], c["items"]) for c in found[0]["cells"]] == cells

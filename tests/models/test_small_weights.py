@@ -191,10 +191,10 @@ OWN = dataclasses.replace(SPARSE, query="own")
 @pytest.mark.parametrize(
     ("name", "dtype", "options"),
     [
-        ("qwen2-one-tied", "int4", {"policy": OWN, "dense_layers": 0}),
+        ("one-tied", "int4", {"policy": OWN, "dense_layers": 0}),
         pytest.param("opt", "int4", {}, marks=pytest.mark.slow),
         pytest.param("qwen2", "bfloat16", {"policy": OWN}, marks=pytest.mark.slow),
-        ("qwen2-one-tied", "int8", {"policy": OWN, "dense_layers": 0, "weights": "host"}),
+        ("qwen2-one", "int8", {"policy": OWN, "dense_layers": 0, "weights": "host"}),
     ],
 )
 def test_tokens_are_those_of_the_rounded_model(name, dtype, options):

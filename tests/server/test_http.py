@@ -165,6 +165,7 @@ def test_bodies_too_large_or_too_slow(strict: Served, narrow):
     # The rest of the body never comes.
     slow = _raw(strict, f"{head}Content-Length: 100\r\n\r\n{{")
     assert slow.startswith("HTTP/1.1 408") and "connection: close" in slow
+    assert strict.request("GET", "/health", headers={"X": "x" * 20_000})[0] == 431
     assert strict.request("POST", "/v1/completions", BODY, KEY)[0] == 200
 
 
@@ -256,8 +257,9 @@ def test_full_queue_and_shutdown(served: Served, monkeypatch):
         for path, body in (("completions", {"prompt": [99_999]}), ("chat/completions", long)):
             assert server.request("POST", f"/v1/{path}", body)[0] == 429
     assert {error.status for error in ended} == {503}
-    with pytest.raises(RefusedError, match="stopping"):
+    with pytest.raises(RefusedError, match="stopping") as caught:
         scheduler.submit([job(1, send)])
+    assert caught.value.status == 503
 
 
 def test_clients_that_die_at_any_point(served: Served):
@@ -295,8 +297,9 @@ def test_clients_that_die_at_any_point(served: Served):
 def test_not_ready_before_the_warm_up(served: Served):
     engine = small_engine()
     scheduler = Scheduler(engine, Limits.of(engine, ROWS, CONTEXT))
-    with pytest.raises(RefusedError, match="starting"):
+    with pytest.raises(RefusedError, match="starting") as caught:
         scheduler.submit([job(1, print)])
+    assert caught.value.status == 503
     scheduler.stop(1.0)
 
 
