@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import jax
@@ -292,6 +294,23 @@ def test_conversions_used_least_recently_are_removed(tmp_path):
         prune(tmp_path, 250)
         assert (tmp_path / names[4]).exists()
     assert only(tmp_path) == [*names[:2], names[4]]
+
+
+def test_the_conversion_of_another_process_is_awaited(tmp_path):
+    said: list[str] = []
+
+    def convert() -> None:
+        with cache_lock(tmp_path / "key", said.append):
+            said.append("converting")
+
+    with cache_lock(tmp_path / "key", pytest.fail):
+        other = threading.Thread(target=convert)
+        other.start()
+        while not said:
+            time.sleep(0.01)
+        assert len(said) == 1 and "waiting for another process" in said[0]
+    other.join(10)
+    assert said[1:] == ["converting"]
 
 
 def test_a_cache_that_cannot_be_written(tiny, tmp_path, monkeypatch):

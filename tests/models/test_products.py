@@ -12,7 +12,7 @@ from flax import nnx
 from runtime import random_model
 
 from infinigen_jax.models.linear import Linear
-from infinigen_jax.models.llama import Embedding
+from infinigen_jax.models.llama import Embedding, Layer
 from infinigen_jax.models.products import FEW_ROWS, most_terms, product
 from infinigen_jax.models.small_weights import rows_of
 
@@ -61,6 +61,24 @@ def test_logits_are_not_rounded(tied: bool, weight_dtype: Any):
         exact = matrix if rows == 1 else matrix.astype(jnp.bfloat16)  # decoded for many rows
         expected = np.asarray(embedding.norm(x), np.float64) @ np.asarray(exact, np.float64).T
         np.testing.assert_allclose(embedding.logits(x), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_scales_are_not_rounded():
+    """In bfloat16, 0.22 would be 0.2197."""
+    config = random_model("one").config
+    shape, positions = (50, config.num_heads, config.head_dim), jnp.arange(50, dtype=jnp.int32)
+    x = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
+
+    def outputs(factor: float) -> list[jax.Array]:
+        given = dataclasses.replace(config, residual_scale=factor, query_scale=factor)
+        layer = Layer(given, jnp.bfloat16)
+        weight = jax.random.normal(jax.random.key(1), layer.o.weight.shape, jnp.bfloat16)
+        layer.o.weight = nnx.Param(weight)
+        return [layer.attention_output(x), layer.finish_query(x.reshape(50, -1), positions)]
+
+    for scaled, whole in zip(outputs(0.22), outputs(1.0), strict=True):
+        expected = (whole.astype(jnp.float32) * 0.22).astype(jnp.bfloat16)
+        np.testing.assert_array_equal(scaled, expected)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="a CPU's forms")
