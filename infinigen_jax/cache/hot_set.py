@@ -40,7 +40,7 @@ class HotSet(NamedTuple):
     ) -> "HotSet":
         """Return a hot set of `size` entries of `width` elements, for `capacity` host slots."""
         no_slot = jnp.full((batch, heads, size), -1, jnp.int32)
-        # `place` is as long as the context.
+        # `place` is as long as the context, so its numbers are narrow.
         narrowest = jnp.int16 if size <= 2**15 else jnp.int32
         place = jnp.full((batch, heads, capacity), -1, narrowest)
         return cls(jnp.zeros((batch, heads, size, width), dtype), no_slot, no_slot, place)

@@ -86,7 +86,7 @@ class Rounds:
         `changing` states whether texts of any length may join the batch.
         """
         runtime = batch.runtime
-        # No cycle, which would keep the cache of a finished batch in memory for a while.
+        # A cycle would keep a finished batch's cache in memory until a garbage collection.
         self._batch = weakref.proxy(batch)
         self._runtime, self._decoder = runtime, batch.decoder
         self._at = Placement(runtime.mesh)

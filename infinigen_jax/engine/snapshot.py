@@ -99,10 +99,10 @@ def filled(cache: Cache, host: Any, stored: Iterable[np.ndarray | None]) -> Cach
     leaves = jax.tree.leaves(kept(cache))
     for i, (leaf, array) in enumerate(zip(leaves, stored, strict=True)):
         if array is not None:
-            whole = array.view(leaf.dtype)
-            if array.shape != leaf.shape:  # not all arrays are 0 where they are empty
+            whole = given = array.view(leaf.dtype)
+            if given.shape != leaf.shape:  # not all arrays are 0 where they are empty
                 whole = np.array(leaf)
-                whole[tuple(map(slice, array.shape))] = array.view(leaf.dtype)
+                whole[tuple(map(slice, given.shape))] = given
             leaves[i] = jax.device_put(whole, leaf.sharding, may_alias=False)  # it will be donated
     return with_kept(cache, host, leaves)
 

@@ -24,8 +24,8 @@ class Rest(NamedTuple):
     """Host-only rows that were not requested, summarised for each query head.
 
     Attributes:
-        score: log-sum-exp of the scores, over all rows (m = 1) or over each block of slots, without
-            the logit of a mean key; -inf for an empty set.
+        score: log-sum-exp of the scores, over all rows (m = 1) or over each block of slots;
+            -inf for an empty set. A mean key's logit is added later, except to capped scores.
         entry: mean of the index's c leading columns over all these rows, weighted by the scores'
             softmax; zeros for an empty set; None if not computed.
     """
