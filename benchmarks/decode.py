@@ -40,7 +40,7 @@ from infinigen_jax.planner import bandwidths
 
 SETTINGS = (
     "preset shape batch dtype weight_dtype tokens rounds warmup steps budget budget_rows alpha "
-    "device_memory systems"
+    "systems"
 ).split()
 LOGITS_PROMPT = 64  # tokens of the prompt that compares the two models
 

@@ -32,6 +32,7 @@ from infinigen_jax.engine.generation import Run
 from infinigen_jax.errors import Parser, run_command
 from infinigen_jax.evaluation.texts import common_length
 from infinigen_jax.loading.load import DTYPES, Model
+from infinigen_jax.machine.backend import claim_memory
 
 SYSTEMS = ("full", "infinigen", "lossless:infinigen")
 TOKENS = 24  # tokens of the first turn, which compiles and is not timed
@@ -172,6 +173,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
+    claim_memory()
 
     def run() -> None:
         path = checked_plot(str(options.plot)) if options.plot else None

@@ -18,18 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from benchmarks.files import RESULTS, note, write_json
 from benchmarks.machine import describe, device_name
-from benchmarks.shapes import SHAPES, prompt, settings
+from benchmarks.shapes import SHAPES, peaked_model, prompt
 from infinigen_jax.cli.options import add_engine_options, make_engine, make_policy
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.memory_plan import MemoryPlan
-from infinigen_jax.loading.load import Basis, Model
 from infinigen_jax.machine.memory_limits import tree_bytes
-from infinigen_jax.models import config_from_hf
-from infinigen_jax.models.base import random_params
 
 # Return freed memory to the system immediately, so that it does not count later.
 ENVIRONMENT = {
@@ -115,7 +111,8 @@ def measure(case: Case) -> dict[str, Any]:
     parser = argparse.ArgumentParser()
     add_engine_options(parser)
     options = parser.parse_args([*case.options, f"--dtype={case.dtype}"])
-    engine = make_engine(random_model(case), make_policy(options), options)
+    model = peaked_model(SHAPES[case.shape], case.prompt + case.new_tokens, case.dtype)
+    engine = make_engine(model, make_policy(options), options)
     plan = generate(engine, case)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -132,17 +129,6 @@ def measure(case: Case) -> dict[str, Any]:
         "measured": {"weights": weights, "total": total},
         "ratio": planned["total"] / total,
     }
-
-
-def random_model(case: Case) -> Model:
-    """Return random weights and bases of a case's shape, like a balanced conversion."""
-    config = config_from_hf(settings(SHAPES[case.shape], case.prompt + case.new_tokens))
-    params = random_params(config, case.dtype)
-    square = (config.num_kv_heads, config.head_dim, config.head_dim)
-    keys = jax.random.split(jax.random.key(1), config.num_layers)
-    turns = [jnp.linalg.qr(jax.random.normal(key, square, jnp.float32))[0] for key in keys]
-    bases = [Basis(turn, turn) for turn in turns]
-    return Model.from_params(config, params, case.dtype, bases=bases, skew="svd")
 
 
 def generate(engine: Engine, case: Case) -> MemoryPlan:

@@ -63,7 +63,6 @@ PIECES = (
     Piece("prompts-xla", 0.3, PROMPTS.split(), {first_use.SWITCH: first_use.OFF}),
     Piece("paper", 0.4, f"benchmarks.decode --preset paper {PAPER}".split()),
     Piece("paper-theirs", 0.4, f"benchmarks.decode --preset paper {THEIRS}".split()),
-    Piece("paper-capped", 0.5, f"benchmarks.decode --preset paper-capped {PAPER}".split()),
     Piece("llama8b-32k", 1.0, f"{LLAMA} 32768 {QUICK} {OURS}".split()),
 )
 

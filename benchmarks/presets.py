@@ -52,7 +52,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "cpu": {"contexts": [4096, 16384, 32768]},
     "paper": _PAPER,
-    "paper-capped": _PAPER | {"device_memory": 40.0},
     "llama8b": {
         "shape": "llama-8b",
         "contexts": [16384, 32768],
@@ -95,7 +94,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--budget", type=float, help="maximum share of rows fetched (default: the policy's)")
     add("--budget-rows", type=count, default=256, help="rows of infinigen-fixed (default 256)")
     add("--alpha", type=float, help="alpha of infinigen (default: the policy's)")
-    add("--device-memory", type=float, metavar="GB", help="refuse systems that need more, in 1e9")
     add("--cap-seconds", type=float, default=math.inf, help="time after which nothing starts")
     add("--json", type=Path, help="result file (default: benchmarks/results/PRESET-DEVICE.json)")
     return parser

@@ -17,7 +17,6 @@ from infinigen_jax.machine.memory_limits import (
     available_device_bytes,
     available_host_bytes,
     pinned_pool_limit_bytes,
-    tree_bytes,
 )
 
 
@@ -60,15 +59,9 @@ def needs_of(bench: Bench, context: int) -> tuple[dict[str, Memory], dict[str, A
             except InputError as error:
                 absent[name] = absent_entry("refused", str(error))
                 continue
-            need = memory_of(engine, options.batch, total)
+            needs[name] = memory_of(engine, options.batch, total)
         else:
-            need = memory_of_theirs(name, model, options.batch, total)
-        gigabytes = (tree_bytes(model.params) + need.device) / 1e9
-        if options.device_memory and gigabytes > options.device_memory:
-            reason = f"needs {gigabytes:.1f} GB of device memory, {options.device_memory:g} allowed"
-            absent[name] = absent_entry("refused", reason) | {"device_gigabytes": gigabytes}
-            continue
-        needs[name] = need
+            needs[name] = memory_of_theirs(name, model, options.batch, total)
     return needs, absent
 
 

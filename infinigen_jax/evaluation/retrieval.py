@@ -63,12 +63,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--pairs", action="store_true", help="words and other numbers around it: lookups by key")
     add("--raw", action="store_true", help="prompts as they are, without the chat template")
     add("--seed", type=whole_number(0), default=0, help="seed of the items (default 0)")
-    add(
-        "--max-new-tokens",
-        type=whole_number(1),
-        metavar="N",
-        help="tokens of an answer (default: those of the longest number plus 8)",
-    )
     add_common_options(parser, batch=8, of="items")
 
 
@@ -103,7 +97,6 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
             "depths": depths,
             "items": count,
             "batch": arguments.batch,
-            "max_new_tokens": arguments.max_new_tokens,
             "seed": seed,
             "chat_template": any(frame),
             "pairs": arguments.pairs,
@@ -111,9 +104,7 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
         },
         "items": len(items),
     }
-    answer_all = functools.partial(
-        measure, items, encode, arguments.batch, arguments.max_new_tokens
-    )
+    answer_all = functools.partial(measure, items, encode, arguments.batch)
     measured = list(session.measure(model, answer_all, len(items), "items"))
     lines = with_scores(measured, items, model)
     session.finish(lines, ["found, %", "same"], table_cells)
@@ -141,7 +132,6 @@ def measure(
     items: list[Item],
     encode: Callable[[str], list[int]],
     batch: int,
-    new: int | None,
     engine: "Engine",
     advance: Callable[[int], object],
 ) -> Measurement:
@@ -153,7 +143,7 @@ def measure(
     # Neighbours of equal length have the same shapes.
     for _, group in itertools.groupby(items, lambda item: item.length):
         prompts, decoded, room = prepare(list(group), encode, engine.model)
-        tokens, moved = answer(engine, prompts, decoded, new or room, batch, advance)
+        tokens, moved = answer(engine, prompts, decoded, room, batch, advance)
         answers.append(tokens)
         total += moved
     width = max(tokens.shape[1] for tokens in answers)

@@ -187,7 +187,6 @@ def load(
     path: str | Path | None = None,
     dtype: Any = None,
     *,
-    verify: bool = True,
     notify: Callable[[str], None] = logger.warning,
     weights: str = "device",
     weight_dtype: str | None = None,
@@ -200,7 +199,6 @@ def load(
             the first of EMBEDDED.
         dtype: "float32", "bfloat16" or "float16" for weights and activations; by default float32
             on the CPU and bfloat16 elsewhere.
-        verify: compare the SHA-256 of every file with the one in the manifest.
         notify: called with a line of text if the model has to be converted first.
         weights: "device", or "host" to keep the layers' weights in host memory, see
             `transfer.host_weights`.
@@ -222,8 +220,8 @@ def load(
     form = Form(chosen, weights, weight_dtype)
     # A folder with one of the two files was converted; it is damaged if the other is missing.
     if not any((folder / name).exists() for name in (MANIFEST_FILE, SKEW_FILE)):
-        return _load_through_cache(folder, form, verify, notify)
-    return _load_converted(folder, form, verify)
+        return _load_through_cache(folder, form, notify)
+    return _load_converted(folder, form)
 
 
 def embedded(name: str = EMBEDDED[0]) -> Path:
@@ -285,14 +283,12 @@ class Form(NamedTuple):
 def _load_converted(
     folder: Path,
     form: Form,
-    verify: bool,
     source: Path | None = None,
     config: ModelConfig | None = None,
 ) -> Model:
     """Load a conversion; its weights are those of `source`, with this configuration, if given."""
     manifest = read_manifest(folder)
-    if verify:
-        verify_files(folder, manifest)
+    verify_files(folder, manifest)
     config = config or read_config(folder)[1]
     skewing = read_skew(folder, manifest, config)
     dtype, architecture = form.dtype, blueprint(config, form.dtype)
@@ -347,9 +343,7 @@ def checked_dtype(dtype: Any) -> jnp.dtype:
     return checked
 
 
-def _load_through_cache(
-    source: Path, form: Form, verify: bool, notify: Callable[[str], None]
-) -> Model:
+def _load_through_cache(source: Path, form: Form, notify: Callable[[str], None]) -> Model:
     from infinigen_jax.convert.pipeline import convert, progress_bar
 
     _, config = read_config(source)  # refuse a foreign model before announcing anything
@@ -367,7 +361,7 @@ def _load_through_cache(
         with contextlib.suppress(OSError):  # another user's
             os.utime(destination)  # the time of its last use
         try:
-            return _load_converted(destination, form, verify, source, config)
+            return _load_converted(destination, form, source, config)
         except MemoryShortageError:  # converting again would not help
             raise
         except InputError as error:
@@ -387,6 +381,6 @@ def _load_through_cache(
             shutil.rmtree(destination, ignore_errors=True)
         with progress_bar() as progress:
             convert(source, destination, force=True, sidecar=True, progress=progress)
-        model = _load_converted(destination, form, verify, source, config)
+        model = _load_converted(destination, form, source, config)
         prune(destination.parent)
         return model

@@ -1,6 +1,7 @@
 """Limits of memory: of the host, of a device, and of JAX's pool of pinned host memory."""
 
 import ctypes
+import math
 import os
 import resource
 from collections.abc import Iterator
@@ -72,9 +73,13 @@ def widen_pool_to(count: int) -> str:
 
 def pinned_bytes_in_use(device: Any) -> int:
     """Return the bytes of this process's arrays in a device's pinned host memory."""
-    pinned = (x for x in jax.live_arrays() if x.sharding.memory_kind == "pinned_host")
-    shards = (shard for x in pinned for shard in x.addressable_shards)
-    return sum(shard.data.nbytes for shard in shards if shard.device == device)
+    arrays = (x for x in jax.live_arrays() if x.sharding.memory_kind == "pinned_host")
+    # Not from `addressable_shards`: shards of several devices become live arrays themselves.
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in arrays
+        if device in x.sharding.addressable_devices
+    )
 
 
 def unused_pinned_bytes(device: Any) -> int:

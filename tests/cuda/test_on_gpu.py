@@ -5,22 +5,26 @@ The cases of `check_kernels` in more shapes, and larger ones.
 
 import itertools
 import math
+from dataclasses import replace
 from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from emulated_gpu import case_name
-from runtime import ALL, engine, random_model, scores_of, tokens_of
+from runtime import ALL, SPARSE, engine, random_model, scores_of, tokens_of
 
 from infinigen_jax import check_kernels as check
 from infinigen_jax import cuda
 from infinigen_jax.check_kernels import difference
+from infinigen_jax.policies import Policy
 from infinigen_jax.transfer import Transfer
 from infinigen_jax.transfer.cuda import CudaTransfer
 from infinigen_jax.transfer.xla import XlaTransfer
 
 pytestmark = pytest.mark.gpu
+
+TAIL = replace(SPARSE, speculate_from="resident", tail=True, index_dtype="int4", partial_ratio=1.0)
 
 SHAPES = [
     (1, 8, 100, 256, jnp.bfloat16),  # a head size of 128
@@ -75,14 +79,16 @@ def test_attention_by_a_kernel_is_that_of_xla(monkeypatch: pytest.MonkeyPatch, n
     np.testing.assert_allclose(*scores, rtol=2**-9, atol=0.02)
 
 
+@pytest.mark.parametrize("policy", [SPARSE, TAIL], ids=["sparse", "tail"])
 @pytest.mark.parametrize("schedule", ["fused", "layerwise"])
 @pytest.mark.parametrize("hot_set", [0.0, 1.5])
 def test_generated_tokens_are_those_of_the_reference(
-    monkeypatch: pytest.MonkeyPatch, schedule: str, hot_set: float
+    monkeypatch: pytest.MonkeyPatch, policy: Policy, schedule: str, hot_set: float
 ):
     tokens, kernels = [], CudaTransfer()
     for transfer, size in ((XlaTransfer(), 0.0), (XlaTransfer(), hot_set), (kernels, hot_set)):
         use(monkeypatch, transfer)
-        made = engine.__wrapped__("gqa", schedule=schedule, dense_layers=None, hot_set=size)
+        made = engine.__wrapped__("gqa", policy, 0, schedule, hot_set=size)
+        assert made.decoder.host_layers == 2
         tokens.append(tokens_of(made))
     assert tokens[0] == tokens[1] == tokens[2]

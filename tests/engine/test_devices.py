@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
+from infinigen_jax.machine.memory_limits import pinned_bytes_in_use
 from infinigen_jax.policies import H2O, Full, InfiniGen
 from infinigen_jax.settings.pool import Pool
 from runtime import random_model
@@ -39,6 +40,9 @@ for name, (policy, settings) in cases.items():
         found.append(engine.generate(prompts, max_new_tokens=10).tokens)
     assert len(found[0][0]) > 1 and found[0] == found[1], name
     host = engine.start(prompts, max_new_tokens=2).cache.host
+    in_use = [pinned_bytes_in_use(device) for device in jax.devices()]
+    assert in_use == [pinned_bytes_in_use(device) for device in jax.devices()]
+    assert min(in_use) >= host.nbytes // 4
     assert {x.data.shape[1:3] for x in host.addressable_shards} == {(2, 1)}
     assert host.sharding.memory_kind == "pinned_host"
     with pytest.raises(InputError, match="multiple"):

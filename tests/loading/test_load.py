@@ -164,10 +164,6 @@ def test_damaged_bases(out):
         resign(out, path.name)
         assert str(path) in refuses(message, checkpoint.load, out)
 
-    skewed = np.array(whole["query_basis"])
-    skewed[1, 2, 0] *= 1.5
-    refused(whole | {"query_basis": skewed}, "layer 1 is not")
-    refused(whole | {"query_basis": np.full_like(skewed, np.nan)}, "layer 0 is not")
     refused({k: v for k, v in whole.items() if k != "key_basis"}, "key_basis is missing")
     refused(whole | {"key_mean": whole["key_mean"][:, :1]}, "key_mean is float32")
     uncorrected = {k: v for k, v in whole.items() if not k.startswith("ahead")}
