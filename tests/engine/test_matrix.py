@@ -8,20 +8,23 @@ reference of a family decodes each prompt alone.
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import emulated_gpu
 import jax
 import numpy as np
 import pytest
 from runtime import ALL, NEW, SPARSE, counts_of, finished, numbers, random_model, slow_except
 
+from infinigen_jax import cuda
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
 from infinigen_jax.policies import H2O, Full, InfiniGenPaper, Oracle, Policy
 from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.settings.pool import Pool
+from infinigen_jax.transfer import CudaTransfer, XlaTransfer
 from infinigen_jax.transfer.host_weights import STAYS
-from infinigen_jax.transfer.xla import XlaTransfer
 
 PROMPTS = [numbers(37), [7], numbers(21)]  # one shorter than window and sinks together
 RESIDENT = dataclasses.replace(SPARSE, speculate_from="resident")
@@ -152,23 +155,50 @@ def decoded(engine: Engine, batch: int | None) -> Run:
     return run
 
 
+TRANSFER = "infinigen_jax.engine.runtime.make_transfer"
 # The slow ones are pairs that other cases cover as well.
 OFTEN = ("everything", "everything-moved", "streamed", "paper", "sparse", "small-rows")
 
 
-@pytest.mark.parametrize("name", slow_except(CASES, *OFTEN, "pool", "h2o"))
+@pytest.mark.parametrize("name", slow_except(CASES, *OFTEN, "pool"))
 def test_only_the_family_decides_about_tokens(name, monkeypatch):
     case = CASES[name]
+    if case.crosses:
+        monkeypatch.setattr(TRANSFER, lambda name: XlaTransfer())
+    compare(case, in_place=not case.crosses)
+
+
+class TestAsOnAGpu:
+    """Emulated kernels, and the branches of programs that a CPU leaves out."""
+
+    pytestmark = [*emulated_gpu.MARKS, pytest.mark.slow]
+
+    @pytest.fixture(autouse=True, scope="class")
+    @staticmethod
+    def own_programs() -> Iterator[None]:
+        """Share no traced function with other tests."""
+        jax.clear_caches()
+        yield
+        jax.clear_caches()
+
+    @pytest.mark.parametrize("name", CASES)
+    def test_only_the_family_decides_about_tokens(self, name, monkeypatch):
+        reference(CASES[name].family)
+        emulated_gpu.install(monkeypatch)
+        monkeypatch.setattr(TRANSFER, lambda name: CudaTransfer())
+        monkeypatch.setattr(cuda, "in_use", lambda: True)
+        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *x, default, **cpu: default(*x))
+        compare(CASES[name], in_place=False)
+
+
+def compare(case: Case, in_place: bool) -> None:
+    """Compare a case's tokens, rows and compilations with the reference of its family."""
     tokens, counts = reference(case.family)
     assert case.family.startswith("full") or (counts.max(axis=0) > 0).all()
-    if case.crosses:
-        monkeypatch.setattr(
-            "infinigen_jax.engine.runtime.make_transfer", lambda name: XlaTransfer()
-        )
     changes = {"policy": case.policy, "dense_layers": case.dense_layers}
     given = {key: value for key, value in changes.items() if value is not None}
     engine = engine_of(FAMILIES[case.family], case.schedule, **case.settings, **given)
-    assert engine.decoder.transfer.in_place == (not case.crosses)
+    assert engine.decoder.transfer.in_place == in_place
     run = decoded(engine, case.batch)
     on_host = "weights" in case.settings
     for (part, matrix), kinds in places(engine).items():

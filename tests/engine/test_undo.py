@@ -31,7 +31,7 @@ POLICIES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "previous-query": ("one", PreviousQuery(budget=0.2, window=WINDOW, sinks=2), {}),
     "windows": ("windows", SPARSE, {"hot_set": 1.5}),
 }
-MARKED = slow_except(POLICIES, "tail", "h2o", "windows")
+MARKED = slow_except(POLICIES, "tail", "h2o")
 TOKENS = strategies.lists(strategies.integers(0, 95), min_size=3 * SIZE, max_size=3 * SIZE)
 ACCEPTED = strategies.tuples(*[strategies.integers(0, SIZE)] * len(RAGGED))
 ROUND = strategies.tuples(strategies.integers(0, WINDOW), TOKENS, ACCEPTED)

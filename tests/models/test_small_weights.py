@@ -194,7 +194,12 @@ OWN = dataclasses.replace(SPARSE, query="own")
         ("one-tied", "int4", {"policy": OWN, "dense_layers": 0}),
         pytest.param("opt", "int4", {}, marks=pytest.mark.slow),
         pytest.param("qwen2", "bfloat16", {"policy": OWN}, marks=pytest.mark.slow),
-        ("qwen2-one", "int8", {"policy": OWN, "dense_layers": 0, "weights": "host"}),
+        pytest.param(
+            "qwen2-one",
+            "int8",
+            {"policy": OWN, "dense_layers": 0, "weights": "host"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_tokens_are_those_of_the_rounded_model(name, dtype, options):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from runtime import NEW, RAGGED, engine, full_scores, random_model, scores_of, slow_except
+from runtime import NEW, RAGGED, engine, full_scores, random_model, scores_of
 from scipy.special import softmax
 from tiny import normal, refuses
 
@@ -199,7 +199,8 @@ def test_everything_fetched_is_the_full_cache(kind):
     np.testing.assert_allclose(scores_of(model, policy), full_scores(model), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", slow_except(POLICIES, "full"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", POLICIES)
 def test_int4_rows_act_as_exact_rows_of_the_same_numbers(name):
     """Before each step of a greedy generation, the other host cache gets the decoded rows.
 
@@ -281,6 +282,7 @@ def test_policies_that_cannot_be_are_refused(policy, problem):
         Engine(random_model("one"), policy=policy, dense_layers=0).generate([5] * 60, None, 4)
 
 
+@pytest.mark.slow
 def test_a_selection_knows_its_layer():
     model = random_model("gqa")
     run = Engine(model, policy=Mine(budget=0.1), dense_layers=0).start([5] * 60, None, 4)

@@ -73,6 +73,7 @@ def test_a_chunk_at_the_end_of_128k_tokens():
         np.testing.assert_allclose(got[0, row, head], expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_index_of_128k_tokens_chooses_what_numpy_does():
     """By the true query of the last token, with its rotary position; all that alpha lets pass."""
     tokens, alpha = 131072, 2.0

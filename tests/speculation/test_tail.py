@@ -96,7 +96,7 @@ def with_mean_key(name: str) -> Model:
     ("name", "changes"),
     [
         ("one", {}),
-        ("gemma2", {"query": "own"}),  # with a soft cap
+        pytest.param("gemma2", {"query": "own"}, marks=pytest.mark.slow),  # with a soft cap
         pytest.param("gemma2", {}, marks=pytest.mark.slow),
         pytest.param("one", {"alpha": 4.0}, marks=pytest.mark.slow),
         pytest.param("opt", {}, marks=pytest.mark.slow),

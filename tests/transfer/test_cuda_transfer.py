@@ -92,7 +92,8 @@ def test_generated_tokens_are_those_of_the_reference(
     assert bool(launched["gather_rows_hot"]) == bool(settings["hot_set"])
 
 
-@pytest.mark.parametrize("name", ["one", pytest.param("gemma2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["one", "gemma2"])
 def test_a_kernel_attends_to_rows_in_bfloat16(by_kernels: Callable[[], None], name: str):
     model = random_model(name, "bfloat16")
     expected = scores_of(model, ALL)
