@@ -25,7 +25,9 @@ import jax.numpy as jnp
 from benchmarks import machine, shapes
 from benchmarks.files import note, write_json
 from benchmarks.tables import entry_table
+from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement
+from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.memory_plan import plan_cache
 from infinigen_jax.engine.prompts import round_up_capacity
@@ -154,22 +156,9 @@ def temporaries(engine: Engine, chunk: int, capacity: int, batch: int = 1) -> li
 def chunk_programs(engine: Engine, chunk: int, capacity: int, batch: int = 1) -> list[Any]:
     """Return the lowered programs that read a chunk, the host layer's first."""
     decoder, weights = engine.decoder, engine.weights
-    config, stored, chunks = decoder.config, decoder.row_format, decoder.of_chunks
-    at = Placement(decoder.mesh)
-
-    def shaped(tree: Any, sharding: Any) -> Any:
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
-        )
-
-    sizes = {"batch": batch, "capacity": capacity, "slots": capacity}
-    empty = compiled.empty.of(decoder).trace(**sizes).out_info
-    lengths = shaped(empty.lengths, at.batch)
-    cache = shaped(empty._replace(lengths=None), at.rows)
-    k, w = config.num_kv_heads, 2 * config.head_dim
-    host = jax.ShapeDtypeStruct(
-        (decoder.host_layers, batch, k, capacity, stored.width), stored.storage, sharding=at.host
-    )
+    config, chunks, at = decoder.config, decoder.of_chunks, Placement(decoder.mesh)
+    cache = cache_shapes(decoder, batch, capacity)
+    lengths, k, w = cache.lengths, config.num_kv_heads, 2 * config.head_dim
     x = jax.ShapeDtypeStruct((batch, chunk, config.hidden_size), decoder.dtype, sharding=at.batch)
     rows = jax.ShapeDtypeStruct((batch, k, chunk, w), decoder.dtype, sharding=at.rows)
     layer_number = jax.ShapeDtypeStruct((), jnp.int32, sharding=at.whole)
@@ -177,12 +166,12 @@ def chunk_programs(engine: Engine, chunk: int, capacity: int, batch: int = 1) ->
     first = decoder.on_host[0]
     lowered = [
         compiled.host_layer.of(chunks).lower(
-            *(layers[first], x, cache.scales[0], host, layer_number, span, lengths),
+            *(layers[first], x, cache.scales[0], cache.host, layer_number, span, lengths),
             observed=False,
         ),
         compiled.keep.of(decoder).lower(
             *(weights.policy[0], rows, span, cache.local[first], cache.states[0]),
-            *(cache.scales[0], host, layer_number),
+            *(cache.scales[0], cache.host, layer_number),
             streams=False,
         ),
     ]
@@ -194,6 +183,23 @@ def chunk_programs(engine: Engine, chunk: int, capacity: int, batch: int = 1) ->
             compiled.keep_on_device.of(chunks).lower(cache.local[0], rows, span),
         ]
     return lowered
+
+
+def cache_shapes(decoder: Decoder, batch: int, capacity: int) -> Cache:
+    """Return the shapes of a cache, placed as its arrays would be."""
+    at, stored = Placement(decoder.mesh), decoder.row_format
+
+    def shaped(tree: Any, sharding: Any) -> Any:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+        )
+
+    sizes = {"batch": batch, "capacity": capacity, "slots": capacity}
+    cache = compiled.empty.of(decoder).trace(**sizes).out_info
+    lengths = shaped(cache.lengths, at.batch)
+    shape = (decoder.host_layers, batch, decoder.config.num_kv_heads, capacity, stored.width)
+    host = jax.ShapeDtypeStruct(shape, stored.storage, sharding=at.host)
+    return shaped(cache._replace(lengths=None), at.rows)._replace(host=host, lengths=lengths)
 
 
 def table(result: dict[str, Any]) -> str:

@@ -182,20 +182,6 @@ def tiny(tmp_path: Path) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def tiny_with_tokenizer(tmp_path: Path) -> Callable[..., Any]:
-    """Return a function like `tiny`, with a vocabulary of 1024 and the embedded tokenizer."""
-
-    def make(family: str, **settings: Any) -> Any:
-        from tiny import add_tokenizer, make_tiny
-
-        made = make_tiny(tmp_path / family, family, **({"vocab_size": 1024} | settings))
-        add_tokenizer(made.folder)
-        return made
-
-    return make
-
-
-@pytest.fixture
 def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[Any, str, str]]:
     """Return `command(main, *arguments)`, which gives exit status, stdout and stderr."""
 

@@ -33,9 +33,8 @@ class Edit(NamedTuple):
 
 # Near the start, where headers are, or anywhere.
 places = st.one_of(st.floats(0, 0.999), st.floats(0, 0.05), st.floats(0.95, 0.999))
-few = st.binary(min_size=0, max_size=4) | st.sampled_from(
-    [b'"', b"{", b"-1", b"9" * 30, b"\0", b"null"]
-)
+ODD = [b'"', b"{", b"[" * 99, b"-1", b"1e999", b"9" * 30, b"\0", b"null", b"\x8ar", b"..", b"\xff"]
+few = st.binary(min_size=0, max_size=4) | st.sampled_from(ODD)
 edits = st.one_of(
     st.builds(lambda place, put: Edit(place, len(put), put), places, few),  # changed
     st.builds(Edit, places, st.integers(0, 20), few),  # moved

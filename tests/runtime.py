@@ -14,15 +14,11 @@ import pytest
 from scipy.special import softmax
 from tiny import logits_of
 
-from infinigen_jax.cache.cache import Cache
-from infinigen_jax.cache.host_array import Placement
-from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
 from infinigen_jax.loading.load import Basis, Model
 from infinigen_jax.models import ModelConfig, Params, blueprint, config_from_hf, random_params
 from infinigen_jax.policies import InfiniGen, Policy
-from infinigen_jax.prefill.compiled import empty
 from infinigen_jax.skew.tail_moments import block_products
 
 HF: dict[str, dict[str, Any]] = {
@@ -69,6 +65,14 @@ def numbers(count: int, seed: int | None = None) -> list[int]:
     """Return random token ids of a prompt."""
     rng = np.random.default_rng(count if seed is None else seed)
     return rng.integers(3, 96, count).tolist()
+
+
+def padded(prompts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return prompts as the rows of an array, and their lengths."""
+    tokens = np.zeros((len(prompts), max(1, *map(len, prompts))), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return tokens, np.array([len(p) for p in prompts], np.int32)
 
 
 def slow_except(names: Iterable[str], *chosen: str) -> list[Any]:
@@ -281,22 +285,6 @@ def plain_pass(
         x = x + output
         x = x + layer.mlp(x, a)
     return layers, np.asarray(jax.nn.log_softmax(ends.logits(x)))
-
-
-def large_cache(decoder: Decoder, capacity: int, batch: int = 1) -> Cache:
-    """Return shapes of a cache, placed as its arrays would be."""
-    at, stored = Placement(decoder.mesh), decoder.row_format
-
-    def shaped(tree: Any, sharding: Any) -> Any:
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
-        )
-
-    cache: Any = empty.of(decoder).trace(batch=batch, capacity=capacity, slots=capacity).out_info
-    lengths = shaped(cache.lengths, at.batch)
-    shape = (decoder.host_layers, batch, decoder.config.num_kv_heads, capacity, stored.width)
-    host = jax.ShapeDtypeStruct(shape, stored.storage, sharding=at.host)
-    return shaped(cache._replace(lengths=None), at.rows)._replace(host=host, lengths=lengths)
 
 
 def copies(hlo: str) -> list[int]:

@@ -1,5 +1,6 @@
 """Small random Hugging Face models, and helpers of several tests."""
 
+import contextlib
 import functools
 import json
 import os
@@ -7,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,24 +94,53 @@ def add_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def environment(**variables: str) -> dict[str, str]:
-    """Return variables of a process on the CPU that imports this checkout's package."""
-    return os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | variables
+class Letters:
+    """Tokenizer with a character for each token."""
+
+    convert_ids_to_tokens = staticmethod(chr)
+
+    @staticmethod
+    def decode(tokens: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, tokens))
 
 
-def python(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run Python, with other environment variables as given."""
+def environment(cache: Path | None = None, **variables: str) -> dict[str, str]:
+    """Return variables of a process on the CPU that imports this checkout's package.
+
+    Args:
+        cache: another folder of the user's caches, without the tests' compiled programs.
+    """
+    found = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | variables
+    if cache is None:
+        return found
+    found = {name: value for name, value in found.items() if "COMPILATION_CACHE" not in name}
+    return found | {"XDG_CACHE_HOME": str(cache)}
+
+
+def python(*arguments: str | Path, **variables: Any) -> subprocess.CompletedProcess[str]:
+    """Run Python in an `environment`."""
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, env=environment(**variables), capture_output=True, text=True)
 
 
-def started(*arguments: str | Path, stdin: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
-    """Start Python, with a pipe for each of its streams; Ctrl-C ends it."""
-    command, pipe = [sys.executable, *map(str, arguments)], subprocess.PIPE
-    # A process inherits that the signal is ignored, as in one that a shell runs in the background.
+def started(*arguments: str | Path, **options: Any) -> subprocess.Popen[bytes]:
+    """Start Python, with a pipe for each stream that has no other place; Ctrl-C ends it."""
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    options = {"env": environment(), **streams} | options
+    with interruptible():
+        process: Any = subprocess.Popen([sys.executable, *map(str, arguments)], **options)
+    return process
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Let Ctrl-C interrupt this process, and those that it starts.
+
+    A shell ignores the signal in a process that it runs in the background, which inherits that.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return subprocess.Popen(command, env=environment(), stdin=stdin, stdout=pipe, stderr=pipe)
+        yield
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -5,7 +5,6 @@ Where a format has no checksum, another result is accepted if it is one that the
 
 import functools
 import json
-import os
 import random
 import shutil
 from collections.abc import Callable
@@ -218,29 +217,3 @@ def test_altered_configurations(tmp_path, capfd):
         }
         altered_files(draw, tmp_path, files, 4)
         check_settings(tmp_path, tmp_path)
-
-
-ODD = [b'"', b"{", b"[" * 99, b"-1", b"1e999", b"9" * 30, b"\0", b"null", b"\x8ar", b"..", b"\xff"]
-
-
-def strange(path: Path, rng: random.Random) -> None:
-    """Damage a file, or put something else in its place."""
-    data = path.read_bytes()
-    for _ in range(rng.choice((1, 1, 2, 3))):
-        place, cut = rng.choice((0.0, 0.05, 1.0)) * rng.random(), rng.choice((0, 1, 4, 20, 1 << 40))
-        data = Edit(place, cut, rng.choice((b"", rng.randbytes(3), *ODD))).apply(data)
-    path.unlink()
-    makers = {1: os.mkfifo, 2: os.mkdir, 3: lambda p: p.symlink_to("/dev/zero")}
-    makers.get(rng.randrange(40), lambda p: p.write_bytes(data))(path)
-
-
-@pytest.mark.slow
-def test_any_damage(folders, capfd):
-    for draw in rounds(capfd, "model folders"):
-        name, _, check = KINDS[draw.choice([*KINDS, "torch", "torch"])]
-        folder = fresh(folders, name)
-        strange(draw.choice(sorted(folder.iterdir())), draw)
-        if name == "converted" or attempt(lambda f=folder: source.checked_source(f)):
-            check(folder, folders / name)
-            check_settings(folder, folder)
-            check_tensors(folder, folder)

@@ -244,13 +244,8 @@ def test_the_line_editor_at_a_terminal():
         "print([text for text in iter(read, None)])"
     )
     parent, child = pty.openpty()
-    with subprocess.Popen(
-        [sys.executable, "-c", program],
-        env=environment(TERM="xterm", PROMPT_TOOLKIT_NO_CPR="1"),
-        stdin=child,
-        stdout=subprocess.PIPE,
-        stderr=child,
-    ) as process:
+    variables = environment(TERM="xterm", PROMPT_TOOLKIT_NO_CPR="1")
+    with started("-c", program, env=variables, stdin=child, stderr=child) as process:
         os.close(child)
         assert process.stdout is not None
         for keys in (

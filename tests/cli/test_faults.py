@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from runtime import engine
-from tiny import only, python, refuses
+from tiny import interruptible, only, python, refuses
 
 from infinigen_jax import evaluate, generate, plan
 from infinigen_jax.convert import __main__ as convert
@@ -126,12 +126,8 @@ def test_ctrl_c_in_a_callback_that_loses_exceptions(busy, monkeypatch):
         Losing()
         time.sleep(20)
 
-    # A shell ignores the signal in processes that it starts in the background.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
+    with interruptible():
         assert run_command(command) == 130
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("program", [False, True])

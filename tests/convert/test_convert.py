@@ -67,8 +67,9 @@ def test_dtypes(dtype, tiny, tokens, tmp_path):
     assert difference <= {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.5}[dtype]
 
 
-def test_manifest_records_everything_and_no_path(tiny_with_tokenizer, tmp_path):
-    made = tiny_with_tokenizer("llama", num_hidden_layers=1)
+def test_manifest_records_everything_and_no_path(tiny, tmp_path):
+    made = tiny("llama", num_hidden_layers=1, vocab_size=1024)
+    add_tokenizer(made.folder)
     config = json.loads((made.folder / "config.json").read_text())
     config["_name_or_path"] = str(made.folder)
     (made.folder / "config.json").write_text(json.dumps(config))

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import pytest
 from runtime import ALL, SPARSE, engine, numbers, random_model, slow_except, tokens_of, with_ends
-from tiny import only, refuses
+from tiny import interruptible, only, refuses
 
 from infinigen_jax.engine import conversation as conversation_module
 from infinigen_jax.engine import memory_plan as planning
@@ -312,12 +312,7 @@ def test_ctrl_c_within_a_step_keeps_the_conversation(settings, monkeypatch):
         return taken[-1]
 
     monkeypatch.setattr(Run, "_take", interrupting)
-    # A shell ignores the signal in processes that it starts in the background.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            list(interrupted.turn(TURNS[0], 9, ignore_eos=True))
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with interruptible(), pytest.raises(KeyboardInterrupt):
+        list(interrupted.turn(TURNS[0], 9, ignore_eos=True))
     assert interrupted.tokens == closed.tokens == TURNS[0] + answer
     assert say(interrupted, TURNS[1], 6) == say(closed, TURNS[1], 6)

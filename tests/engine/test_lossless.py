@@ -24,7 +24,7 @@ from runtime import (
     tokens_of,
     with_ends,
 )
-from tiny import logits_of
+from tiny import Letters, logits_of
 
 from infinigen_jax.engine.draft_length import MOST
 from infinigen_jax.engine.engine import Engine
@@ -162,16 +162,6 @@ def test_a_conversation_may_end_a_turn_at_any_token(name):
         return answers
 
     assert talk(engines[1]) == talk(engines[0])
-
-
-class Letters:
-    """Tokenizer of one letter per token."""
-
-    convert_ids_to_tokens = staticmethod(str)
-
-    @staticmethod
-    def decode(tokens: list[int], skip_special_tokens: bool = True) -> str:
-        return "".join(chr(300 + token) for token in tokens)
 
 
 def test_a_stop_string_within_a_round_ends_a_turn():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies
-from runtime import RAGGED, SPARSE, TAILED, engine, slow_except
+from runtime import RAGGED, SPARSE, TAILED, engine, padded, slow_except
 
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement
@@ -44,12 +44,7 @@ def made(name: str) -> Engine:
 
 
 def read(name: str) -> Cache:
-    lengths = np.array([len(prompt) for prompt in RAGGED], np.int32)
-    tokens = np.zeros((len(RAGGED), lengths.max()), np.int32)
-    for padded, prompt in zip(tokens, RAGGED, strict=True):
-        padded[: len(prompt)] = prompt
-    parts = made(name).decoder, made(name).weights
-    return prefill(*parts, tokens, lengths, CAPACITY).cache
+    return prefill(made(name).decoder, made(name).weights, *padded(RAGGED), CAPACITY).cache
 
 
 def advance(name: str, cache: Cache, round_: Any, *, drafts: bool) -> Cache:

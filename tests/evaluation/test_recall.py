@@ -13,7 +13,6 @@ from tiny import only
 
 from infinigen_jax import evaluate
 from infinigen_jax.evaluation import recall
-from infinigen_jax.evaluation.parts import Measurement, Parts
 from infinigen_jax.evaluation.recall import lost_most, study_windows, summary
 from infinigen_jax.evaluation.study import watch
 from infinigen_jax.loading.load import embedded
@@ -125,30 +124,6 @@ def test_watching_changes_nothing():
             steps.append(np.asarray(log_probs)[np.arange(2), targets])
         scores.append(np.stack(steps))
     np.testing.assert_allclose(scores[1], scores[0], rtol=1e-5, atol=1e-5)
-
-
-# Parts of an interrupted run.
-
-
-def test_parts(tmp_path):
-    measured = Measurement({"x": np.arange(3.0)}, {"seconds": 1.5})
-    parts = Parts(tmp_path / "r.json", {"text": "a"})
-    assert parts.load({"budget": 0.1}) is None and only(tmp_path) == []
-    parts.save({"budget": 0.1}, measured)
-    found = Parts(tmp_path / "r.json", {"text": "a"}).load({"budget": 0.1})
-    assert found is not None and found.values == measured.values
-    assert found.arrays.keys() == {"x"} and (found.arrays["x"] == measured.arrays["x"]).all()
-    assert parts.load({"budget": 0.2}) is None
-    assert Parts(tmp_path / "r.json", {"text": "b"}).load({"budget": 0.1}) is None
-    (file,) = (tmp_path / "r.json.parts").iterdir()
-    file.write_bytes(file.read_bytes()[:100])
-    assert parts.load({"budget": 0.1}) is None  # damaged: measured again
-    parts.remove()
-    assert only(tmp_path) == []
-    nothing = Parts(None, {})
-    nothing.save({}, measured)
-    nothing.remove()
-    assert nothing.load({}) is None
 
 
 # The command.

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import re
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -106,15 +107,10 @@ def test_answers_end_with_the_text():
     assert (tokens[0, first:] == -1).all() and (tokens[0, :first] >= 0).all()
 
 
-class Tokenizer:
-    @staticmethod
-    def decode(tokens: list[int]) -> str:
-        return " ".join(map(str, tokens))
-
-
 def scored(items: list[Item], *answers: np.ndarray) -> list[dict[str, Any]]:
     """Return the lines of some configurations' answers, the first one the reference."""
-    model = dataclasses.replace(random_model("one"), given_tokenizer=Tokenizer())
+    tokenizer = SimpleNamespace(decode=lambda tokens: " ".join(map(str, tokens)))
+    model = dataclasses.replace(random_model("one"), given_tokenizer=tokenizer)
     described: dict[str, Any] = {"policy": "p", "settings": {}}
     measured = [
         Measurement({"answers": one}, described | {"reference": i == 0})

@@ -2,13 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import ROOT, make_tiny, only, python
+from tiny import ROOT, make_tiny, only, python, started
 
 from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.errors import InputError
@@ -76,15 +74,12 @@ for _ in range(25):
 
 def test_concurrent_writers_take_turns(tmp_path):
     """No writer takes another one's unfinished output for that of a killed process."""
-    command = [sys.executable, "-c", WRITER, str(tmp_path)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    writers = [subprocess.Popen(command, env=environment, **pipes) for _ in range(4)]
+    writers = [started("-c", WRITER, tmp_path) for _ in range(4)]
     for writer in writers:  # all have imported what they need
         assert writer.stdin is not None
-        writer.stdin.write("go\n")
+        writer.stdin.write(b"go\n")
         writer.stdin.flush()
-    assert [writer.communicate()[1] for writer in writers] == [""] * 4
+    assert [writer.communicate()[1] for writer in writers] == [b""] * 4
     assert only(tmp_path) == ["file", "folder"]
     assert (tmp_path / "file").read_text() + only(tmp_path / "folder")[0] == "wholeinside"
 

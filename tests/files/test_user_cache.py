@@ -1,12 +1,11 @@
 """The user's cache: its place, its contents, and their removal."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import pytest
+from tiny import python
 
 from infinigen_jax.files import user_cache
 from infinigen_jax.files.user_cache import cache_root, keep_programs, processor, prune
@@ -81,12 +80,10 @@ print(jax.jit(lambda x: x * 3 + 1)(jax.numpy.arange(4)))
 )
 def test_a_second_run_compiles_nothing_again(arguments, tmp_path: Path):
     """And prints the same, with nothing about it on stderr."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COMPILATION")}
-    environment |= {"XDG_CACHE_HOME": str(tmp_path)}
     programs, printed = [], []
     for _ in range(2):
-        command = [sys.executable, *arguments]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        done = python(*arguments, cache=tmp_path)
+        assert done.returncode == 0, done.stderr
         printed.append((done.stdout, done.stderr))
         programs.append(sorted((tmp_path / "infinigen_jax/programs" / processor()).iterdir()))
     assert programs[0] and programs[0] == programs[1]

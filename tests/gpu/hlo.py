@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 HOST_SPACE = 5  # memory space of pinned host buffers in HLO layouts: "{1,0:S(5)}"
@@ -58,6 +59,11 @@ def computations(hlo: str) -> dict[str, list[Instruction]]:
         elif current and (match := _LINE.match(line)):
             bodies[current].append(_instruction(current, *match.groups()))
     return bodies
+
+
+def products(work: Iterable[Instruction], scope: str) -> list[Instruction]:
+    """Return the matrix products in a named scope, and a layer's other kernels for them."""
+    return [i for i in work if f"/{scope}/" in i.op_name and "dot_general" in i.op_name]
 
 
 def _instruction(computation, name, rest):

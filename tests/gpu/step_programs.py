@@ -17,6 +17,7 @@ import numpy as np
 from compile_for_gpu import Program, compile_for_gpu
 from jax._src.cudnn import fused_attention_stablehlo
 
+from benchmarks.prefill import cache_shapes
 from infinigen_jax import cuda
 from infinigen_jax.cache.cache import Cache, HostLayer
 from infinigen_jax.cache.host_array import Placement, default_mesh
@@ -37,7 +38,7 @@ from infinigen_jax.models.rope import Rope
 from infinigen_jax.ops.span import Span
 from infinigen_jax.policies import InfiniGen
 from infinigen_jax.prefill import cudnn_attention as fused_attention
-from infinigen_jax.prefill.compiled import empty, host_layer, keep, kept
+from infinigen_jax.prefill.compiled import host_layer, keep, kept
 from infinigen_jax.selection.select import Request
 from infinigen_jax.settings.pool import Pool
 from infinigen_jax.transfer import Transfer, XlaTransfer
@@ -152,12 +153,7 @@ def weights(weights_on: str = "device", config: ModelConfig = CONFIG) -> Weights
 
 
 def _cache(made: Decoder | None = None) -> Cache:
-    at, made = Placement(default_mesh()), made or decoder()
-    cache = empty.of(made).trace(batch=BATCH, capacity=CAPACITY, slots=CAPACITY).out_info
-    host = (made.host_layers, BATCH, CONFIG.num_kv_heads, CAPACITY, 2 * CONFIG.head_dim)
-    lengths = _placed(cache.lengths, at.batch)
-    cache = _placed(cache._replace(lengths=None), at.rows)
-    return cache._replace(host=_shaped(host, DTYPE, at.host), lengths=lengths)
+    return cache_shapes(made or decoder(), BATCH, CAPACITY)
 
 
 def _scalar(dtype: Any = jnp.int32) -> Any:

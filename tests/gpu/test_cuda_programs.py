@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 import step_programs as sp
 from compile_for_gpu import Program, compile_for_gpu, on_device
-from hlo import Instruction
+from hlo import Instruction, products
 from reading import copies, host_copies, independent, large_results, launched, schedule
 
 from infinigen_jax.cuda import calls
@@ -28,10 +28,6 @@ def step_of(program: Program) -> list[Instruction]:
 def is_fetch(i: Instruction) -> bool:
     """Return whether this starts a gather; newer versions of JAX also start parts of its result."""
     return i.opcode == "call-start" and len(i.operands) > 1
-
-
-def products(work: list[Instruction], scope: str) -> list[Instruction]:
-    return [i for i in work if f"/{scope}/" in i.op_name and i.op_name.endswith("dot_general")]
 
 
 @pytest.mark.parametrize("hot_set", [0.0, HOT_SET])

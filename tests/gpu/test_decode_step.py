@@ -1,11 +1,11 @@
 """XLA's programs for the package's functions: a decode step, a flush and a prompt's layer.
 
-The claims of docs/gpu.md, each a test. To look at a schedule: `python tests/gpu/show_schedule.py`.
+The claims of docs/gpu.md, each a test.
 """
 
 import step_programs as sp
 from compile_for_gpu import Program
-from hlo import Instruction
+from hlo import Instruction, products
 from reading import (
     AsyncPair,
     assert_no_copy_larger_than,
@@ -34,10 +34,6 @@ def of(work: tuple[Instruction, ...] | list[Instruction], scope: str) -> set[str
     return {i.name for i in work if f"/{scope}/" in i.op_name}
 
 
-def products(work: tuple[Instruction, ...] | list[Instruction]) -> list[Instruction]:
-    return [i for i in work if i.op_name.endswith("dot_general")]
-
-
 def assert_work_overlaps(program: Program, pair: AsyncPair, layer: str) -> None:
     """Check that scores, weighted sums, output projection and MLP run while rows are moved.
 
@@ -46,8 +42,8 @@ def assert_work_overlaps(program: Program, pair: AsyncPair, layer: str) -> None:
     work = launched(program)
     mlp = of(work, f"{layer}mlp")
     assert mlp and mlp <= of(pair.between, f"{layer}mlp")
-    attention = [i for i in products(work) if f"/{layer}attention/" in i.op_name]
-    beside = [i for i in products(pair.between) if f"/{layer}attention/" in i.op_name]
+    attention = products(work, f"{layer}attention")
+    beside = products(pair.between, f"{layer}attention")
     assert len(beside) >= 3 and beside == attention
     last = max(i for i, each in enumerate(pair.between) if each.name in mlp)
     assert last >= len(pair.between) - 2, "the copy is awaited after the MLP"

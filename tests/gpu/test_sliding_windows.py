@@ -6,7 +6,7 @@ Layer 0 is dense, 1, 3 and 5 have a window, 2 and 4 are on the host.
 import pytest
 import step_programs as sp
 from compile_for_gpu import Program
-from hlo import Instruction
+from hlo import Instruction, products
 from reading import async_pairs, copies, host_copies, large_results, launched
 
 from infinigen_jax.transfer import Transfer, XlaTransfer
@@ -61,7 +61,7 @@ def test_a_layer_with_a_window_hides_the_transfer_for_the_next():
     for number, pair in zip(ON_HOST, pairs, strict=True):
         layer = of_layer(program, number - 1)
         mlp = [i for i in layer if "/mlp/" in i.op_name]
-        attention = [i for i in layer if "/attention/" in i.op_name and "dot_general" in i.op_name]
+        attention = products(layer, "attention")
         assert len(mlp) >= 4 and all(i in pair.between for i in mlp)
         # The projection to q, k and v is one product with the speculated query.
         assert len(attention) >= 3 and all(i in pair.between for i in attention[1:])

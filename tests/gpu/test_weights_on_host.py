@@ -3,7 +3,7 @@
 import pytest
 import step_programs as sp
 from compile_for_gpu import Program
-from hlo import Instruction
+from hlo import products
 from reading import AsyncPair, async_pairs, copies, host_copies, large_results, launched, schedule
 
 from infinigen_jax.transfer import Transfer, XlaTransfer
@@ -18,14 +18,9 @@ def weight_copies(program: Program) -> list[AsyncPair]:
     return [pair for pair in async_pairs(program) if pair.start.nbytes in sp.MOVED]
 
 
-def products(work: list[Instruction], scope: str) -> list[str]:
-    """Names of the matrix products in a named scope, and of a layer's other kernels for them."""
-    return [i.name for i in work if f"/{scope}/" in i.op_name and "dot_general" in i.op_name]
-
-
 def assert_beside(program: Program, pair: AsyncPair, layer: str) -> None:
     """Check that the copy starts before the layer's work on its rows, and is awaited after it."""
-    everything, between = launched(program), list(pair.between)
+    everything, between = launched(program), pair.between
     attention = products(everything, f"{layer}attention")
     mlp = products(everything, f"{layer}mlp")
     assert len(attention) >= 3 and len(mlp) >= 2
@@ -45,7 +40,7 @@ def test_every_layer_hides_the_copy_of_the_next_ones_weights(transfer: Transfer)
         assert sorted(pair.start.nbytes for pair in coming) == sorted(sp.MOVED)
         for pair in coming:
             assert_beside(program, pair, f"layer{layer}/")
-            assert not products(list(pair.between), f"layer{layer + 1}/mlp")
+            assert not products(pair.between, f"layer{layer + 1}/mlp")
 
 
 def test_copies_begin_before_attention():

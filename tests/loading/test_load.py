@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny import TEXT, logits_of, make_tiny, only, refuses
+from tiny import TEXT, add_tokenizer, logits_of, make_tiny, only, refuses
 
 from infinigen_jax import evaluate, generate, plan
 from infinigen_jax.convert.pipeline import convert
@@ -191,11 +191,10 @@ def test_load_refuses_unknown_dtypes():
 # Unconverted folders.
 
 
-def test_unconverted_folders_go_through_the_cache(
-    tiny_with_tokenizer, tokens, tmp_path, monkeypatch
-):
+def test_unconverted_folders_go_through_the_cache(tiny, tokens, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    made = tiny_with_tokenizer("llama")
+    made = tiny("llama", vocab_size=1024)
+    add_tokenizer(made.folder)
     said: list[str] = []
     model = checkpoint.load(made.folder, notify=said.append)
     assert len(said) == 1 and "not converted" in said[0] and model.skew == "balanced"

@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from runtime import ALL, engine, finished, large_cache, numbers, random_model, slow_except
+from runtime import ALL, engine, finished, numbers, random_model, slow_except
 from tiny import COMMON, TEXT, logits_of, make_tiny
 
+from benchmarks.prefill import cache_shapes
 from benchmarks.torch_systems import with_cache
 from infinigen_jax.cache.layers import DenseLayer, Resident, Sliding
 from infinigen_jax.convert.pipeline import convert
@@ -274,7 +275,7 @@ def test_decoding_is_that_of_transformers(name, tmp_path):
 def test_layers_with_a_window_stay_on_the_device():
     decoder = engine("windows").decoder
     assert decoder.on_host == (2,)
-    cache = large_cache(decoder, capacity=128, batch=3)
+    cache = cache_shapes(decoder, 3, 128)
     assert [type(local) for local in cache.local] == [DenseLayer, Sliding, Resident]
     assert cache.host is not None and cache.host.shape[0] == 1
     local = cache.local[1]

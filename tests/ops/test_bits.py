@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runtime import SPARSE, large_cache, random_model
+from runtime import SPARSE, random_model
 
+from benchmarks.prefill import cache_shapes
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement, default_mesh
 from infinigen_jax.decode.compiler_options import step_options
@@ -74,7 +75,7 @@ def test_no_program_converts_a_cache(program, dtype):
     # A step of one layer: one of two takes twice as long to compile.
     name = "one" if program is step else "gqa"
     engine = Engine(random_model(name, dtype), policy=SPARSE, dense_layers=dense_layers)
-    cache = large_cache(engine.decoder, CAPACITY)
+    cache = cache_shapes(engine.decoder, 1, CAPACITY)
     assert cache.host is not None and cache.host.dtype == jnp.uint16
     compiled = program(engine, cache).compile()
     layer = cache.host.size // cache.host.shape[0]
@@ -88,7 +89,7 @@ def test_a_cache_of_numbers_would_be_converted():
     engine = Engine(random_model("gqa", "bfloat16"), policy=SPARSE, dense_layers=0)
     decoder = dataclasses.replace(engine.decoder, transfer=XlaTransfer(in_place=False))
     engine.runtime = dataclasses.replace(engine.runtime, decoder=decoder)
-    cache = large_cache(engine.decoder, CAPACITY)
+    cache = cache_shapes(engine.decoder, 1, CAPACITY)
     assert cache.host is not None and cache.host.dtype == jnp.bfloat16
     assert largest_numbers(flush(engine, cache).compile().as_text()) >= cache.host.size
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 import runtime
-from runtime import RAGGED, engine, numbers, random_model, tokens_of
+from runtime import RAGGED, engine, numbers, padded, random_model, tokens_of
 
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.layers import Resident
@@ -53,13 +53,6 @@ def add(chosen: Engine, cache: Cache, pieces: list[list[int]], chunk: int | None
     tokens, counts = padded(pieces)
     outcome = extend(chosen.decoder, chosen.weights, cache, tokens, counts, chunk)
     return outcome.cache, outcome.best
-
-
-def padded(prompts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    tokens = np.zeros((len(prompts), max(1, *map(len, prompts))), np.int32)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    return tokens, np.array([len(p) for p in prompts], np.int32)
 
 
 def contents(chosen: Engine, cache: Cache) -> dict[str, list[np.ndarray]]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import Letters
 
 from infinigen_jax.engine.results import Choice
 from infinigen_jax.server.answer import Answer, Piece, TokenScore
@@ -12,16 +13,6 @@ from infinigen_jax.server.job import Job
 from infinigen_jax.server.protocol import Completion
 from infinigen_jax.server.wire import CompletionWire
 from infinigen_jax.settings.sampling import Sampling
-
-
-class Letters:
-    """Tokenizer with a character for each token."""
-
-    def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
-        return "".join(map(chr, tokens))
-
-    def convert_ids_to_tokens(self, token: int) -> str:
-        return chr(token)
 
 
 def answered(text: str, stop: list[str], most: int = 1000, ends: str = "") -> tuple[list, Answer]:
@@ -48,7 +39,8 @@ def test_text_ends_before_the_first_stop_string(text, stop):
 class Bytes(Letters):
     """Tokenizer whose tokens above 99 are bytes of characters, and whose decoder strips."""
 
-    def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
+    @staticmethod
+    def decode(tokens: list[int], skip_special_tokens: bool = True) -> str:
         text = "".join("\ufffd" if token > 99 else chr(token) for token in tokens)
         return text.removeprefix(" ")
 

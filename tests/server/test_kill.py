@@ -2,23 +2,21 @@
 
 import hashlib
 import json
-import os
 import pickle
 import re
 import signal
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tiny import environment, started
 
 from infinigen_jax.programs.program import DIGEST
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).resolve().parents[2]
 SIZES = "--model tiny-llama --port 0 --batch 2 --context 512 --no-page".split()
 
 
@@ -27,13 +25,10 @@ class Process:
 
     def __init__(self, folder: Path):
         self._log = folder / "log"
-        environment = os.environ | {"XDG_CACHE_HOME": str(folder)}
-        for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"):
-            environment.pop(name, None)
-        command = [sys.executable, "-m", "infinigen_jax.serve", *SIZES]
+        command = ("-m", "infinigen_jax.serve", *SIZES)
         with open(self._log, "w") as log:
-            options = {"cwd": ROOT, "env": environment, "stdout": log, "stderr": log}
-            self._process = subprocess.Popen(command, **options)
+            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            self._process = started(*command, env=environment(folder), **streams)
 
     def wait(self, condition: Callable[[], bool], seconds: float = 300) -> None:
         until = time.monotonic() + seconds

@@ -1,12 +1,10 @@
 """Two replicas under Ray Serve, on this machine; left out where Ray is not installed."""
 
 import concurrent.futures
-import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +12,10 @@ from typing import Any
 
 import openai
 import pytest
+from tiny import ROOT, environment, started
 
 pytest.importorskip("ray.serve")
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).resolve().parents[2]
 SIZES = "--context 1024 --batch 4 --replicas 2 --replica-cpus 0.5 --no-page".split()
 
 
@@ -27,12 +25,11 @@ def replicas(tmp_path: Path) -> Iterator[tuple[Any, Path]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     log = tmp_path / "log"
-    script = [sys.executable, "-u", str(ROOT / "deploy/ray_serve.py")]
+    command = ("-u", ROOT / "deploy/ray_serve.py", "--model", "tiny-llama", "--port", port, *SIZES)
+    variables = environment(RAY_DEDUP_LOGS="0")  # every request has its line
     with open(log, "w") as file:
-        options = ["--model", "tiny-llama", "--port", port, *SIZES]
-        environment = os.environ | {"RAY_DEDUP_LOGS": "0"}  # every request has its line
-        process = subprocess.Popen(
-            [*script, *options], stdout=file, stderr=file, cwd=ROOT, env=environment
+        process = started(
+            *command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, cwd=ROOT, env=variables
         )
         try:
             wait(lambda: f"http://127.0.0.1:{port}\n" in log.read_text(), process, 300)

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime import RAGGED, SPARSE, counts_of, finished, large_cache, random_model
+from runtime import RAGGED, SPARSE, counts_of, finished, random_model
 from tiny import refuses
 
+from benchmarks.prefill import cache_shapes
 from infinigen_jax.cache.hot_set import HotSet
 from infinigen_jax.decode.steps import steps
 from infinigen_jax.engine.engine import Engine
@@ -96,7 +97,7 @@ def test_an_engine_fetches_the_shares():
 
 def test_hot_sets_have_equal_sizes():
     made = Engine(model_with([0.1, 0.5]), policy=STEEP, dense_layers=0, hot_set=1.0)
-    cache = large_cache(made.decoder, 128)
+    cache = cache_shapes(made.decoder, 1, 128)
     sizes = [kept.rows.shape[2] for kept in cache.hot if isinstance(kept, HotSet)]
     assert sizes == [made.decoder.hot_entries(128)] * 2
     # A layer that requests more rows than its hot set has is refused while the step is traced.
