@@ -105,12 +105,9 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
         arguments = f"--trace-steps 0 --contexts {given}"
         add(f"decode-batch-{name}", "benchmarks.decode", arguments, *files)
     add("prefill", "benchmarks.prefill", f"--prompts {CONTEXTS}")
-    for name, given in {
-        "4": "1024 4096 --batch 4",
-        "4-7680": "7680 --batch 4",
-        "8": "1024 4096 --batch 8",
-    }.items():
-        add(f"prefill-batch-{name}", "benchmarks.prefill", f"--prompts {given} --memory")
+    for name, given in {"4": "1024 4096", "4-7680": "7680", "8": "1024 4096"}.items():
+        arguments = f"--prompts {given} --batch {name[0]} --memory"
+        add(f"prefill-batch-{name}", "benchmarks.prefill", arguments)
     add("startup", "benchmarks.startup", "--prompts 32 7680", *files)
     return chosen
 

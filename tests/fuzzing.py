@@ -78,7 +78,7 @@ ANYTHING += [
 
 
 def altered(draw: random.Random, value: Any) -> Any:
-    """Return a copy of a JSON value with one part replaced, left out or taken from elsewhere."""
+    """Return a copy of a JSON value; usually one part is replaced, left out or taken elsewhere."""
 
     def place() -> tuple[Any, Any]:
         inside, key = [whole], 0

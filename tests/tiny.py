@@ -108,13 +108,13 @@ def environment(cache: Path | None = None, **variables: str) -> dict[str, str]:
     """Return variables of a process on the CPU that imports this checkout's package.
 
     Args:
-        cache: another folder of the user's caches, without the tests' compiled programs.
+        cache: the process's user cache; it then does not share the tests' compiled programs.
     """
-    found = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | variables
+    result = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | variables
     if cache is None:
-        return found
-    found = {name: value for name, value in found.items() if "COMPILATION_CACHE" not in name}
-    return found | {"XDG_CACHE_HOME": str(cache)}
+        return result
+    result = {name: value for name, value in result.items() if "COMPILATION_CACHE" not in name}
+    return result | {"XDG_CACHE_HOME": str(cache)}
 
 
 def python(*arguments: str | Path, **variables: Any) -> subprocess.CompletedProcess[str]:
@@ -124,7 +124,7 @@ def python(*arguments: str | Path, **variables: Any) -> subprocess.CompletedProc
 
 
 def started(*arguments: str | Path, **options: Any) -> subprocess.Popen[bytes]:
-    """Start Python, with a pipe for each stream that has no other place; Ctrl-C ends it."""
+    """Start Python, with a pipe for each stream that is not given; Ctrl-C ends it."""
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     options = {"env": environment(), **streams} | options
     with interruptible():
@@ -136,7 +136,7 @@ def started(*arguments: str | Path, **options: Any) -> subprocess.Popen[bytes]:
 def interruptible() -> Iterator[None]:
     """Let Ctrl-C interrupt this process, and those that it starts.
 
-    A shell ignores the signal in a process that it runs in the background, which inherits that.
+    A shell starts background processes with the signal ignored, and their children inherit this.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

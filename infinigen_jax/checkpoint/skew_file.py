@@ -85,7 +85,11 @@ def read_loss(file: SafetensorsFile, config: ModelConfig) -> dict[str, np.ndarra
     }
     for name, shape in shapes.items():
         _check_tensor(file, name, shape)
-    return {name: np.array(file.read(name)) for name in shapes}
+    losses = {name: np.array(file.read(name)) for name in shapes}
+    bounded = np.concatenate([[0.0], losses["row_shares"], [1.0]])
+    if not count or not np.all(np.diff(bounded) > 0):
+        raise InputError(f"{file.path}: row_shares are not ascending shares; {AGAIN}")
+    return losses
 
 
 def _read_projections(path: Path, config: ModelConfig) -> list[Params]:

@@ -74,7 +74,7 @@ def widen_pool_to(count: int) -> str:
 def pinned_bytes_in_use(device: Any) -> int:
     """Return the bytes of this process's arrays in a device's pinned host memory."""
     arrays = (x for x in jax.live_arrays() if x.sharding.memory_kind == "pinned_host")
-    # Not from `addressable_shards`: shards of several devices become live arrays themselves.
+    # Reading `addressable_shards` would make arrays of shards, which are counted as live, too.
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in arrays

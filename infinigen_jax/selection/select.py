@@ -140,9 +140,9 @@ def select(
         eligible = eligible if eligible.ndim == 3 else eligible[:, None]
         scores = jnp.where(eligible[:, :, None], scores, -jnp.inf)
     passing = group_margin(scores) > -alpha
-    count, rank = marked(pack_marks(passing)), group_rank(scores)
+    count, rank = _entries(passing), group_rank(scores)
     if mode == "mean":  # a head may get more than its own count; fill up by rank
-        candidates = marked(pack_marks(rank > -jnp.inf))
+        candidates = _entries(rank > -jnp.inf)
         sequences = jnp.sum(jnp.any(candidates > 0, axis=1))  # idle ones have no candidates
         mean = jnp.sum(count) // jnp.maximum(1, sequences * count.shape[1])
         count = jnp.minimum(mean, candidates)
@@ -185,3 +185,15 @@ def top_choice(
         rank, count, candidates, cpu=by_threshold, default=by_sorting
     )
     return jnp.where(Request(slots, count).valid, slots, 0), chosen, marks
+
+
+def _entries(mask: Bool[Array, "b k t"]) -> Int[Array, "b k"]:
+    """Return the number of marked entries, up to 2^24; the CPU counts words it needs anyway."""
+
+    def by_product(mask: Array) -> Array:
+        ones = jnp.ones(mask.shape[-1], jnp.float32)
+        return jnp.einsum("bkt,t->bk", mask.astype(jnp.float32), ones).astype(jnp.int32)
+
+    return lax.platform_dependent(
+        mask, cpu=lambda mask: marked(pack_marks(mask)), default=by_product
+    )

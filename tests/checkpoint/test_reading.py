@@ -97,6 +97,7 @@ def refused(source: Path, message: str, named: Path | None = None) -> None:
 DAMAGE = {
     "truncated": (lambda p: p.write_bytes(p.read_bytes()[:-5]), "truncated"),
     "empty": (lambda p: p.write_bytes(b""), "truncated"),
+    "longer": (lambda p: p.write_bytes(p.read_bytes() + b"x"), "not fully covered"),
     "deep json": (lambda p: p.write_bytes((90000).to_bytes(8, "little") + b"[" * 90000), "JSON"),
     "lfs pointer": (lambda p: p.write_bytes(b"version https://git-lfs.github.com"), "git lfs"),
     "zip": (lambda p: p.write_bytes(b"PK\x03\x04" + b"a" * 50), "zip"),

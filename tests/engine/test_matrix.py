@@ -156,7 +156,7 @@ def decoded(engine: Engine, batch: int | None) -> Run:
 
 
 TRANSFER = "infinigen_jax.engine.runtime.make_transfer"
-# The slow ones are pairs that other cases cover as well.
+# The slow ones are pairs that other cases cover as well, and H2O, also in test_undo.py.
 OFTEN = ("everything", "everything-moved", "streamed", "paper", "sparse", "small-rows")
 
 
@@ -176,7 +176,7 @@ class TestAsOnAGpu:
     @pytest.fixture(autouse=True, scope="class")
     @staticmethod
     def own_programs() -> Iterator[None]:
-        """Share no traced function with other tests."""
+        """Forget traces of inner functions, which may have a CPU's branches."""
         jax.clear_caches()
         yield
         jax.clear_caches()
@@ -185,7 +185,8 @@ class TestAsOnAGpu:
     def test_only_the_family_decides_about_tokens(self, name, monkeypatch):
         reference(CASES[name].family)
         emulated_gpu.install(monkeypatch)
-        monkeypatch.setattr(TRANSFER, lambda name: CudaTransfer())
+        # A grid of no other test, so that all programs are new.
+        monkeypatch.setattr(TRANSFER, lambda name: CudaTransfer(threads=256))
         monkeypatch.setattr(cuda, "in_use", lambda: True)
         monkeypatch.setattr(jax.lax, "platform_dependent", lambda *x, default, **cpu: default(*x))
         compare(CASES[name], in_place=False)

@@ -62,7 +62,7 @@ def computations(hlo: str) -> dict[str, list[Instruction]]:
 
 
 def products(work: Iterable[Instruction], scope: str) -> list[Instruction]:
-    """Return the matrix products in a named scope, and a layer's other kernels for them."""
+    """Return the launches that stem from matrix products in a named scope."""
     return [i for i in work if f"/{scope}/" in i.op_name and "dot_general" in i.op_name]
 
 

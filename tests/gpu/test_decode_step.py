@@ -43,8 +43,8 @@ def assert_work_overlaps(program: Program, pair: AsyncPair, layer: str) -> None:
     mlp = of(work, f"{layer}mlp")
     assert mlp and mlp <= of(pair.between, f"{layer}mlp")
     attention = products(work, f"{layer}attention")
-    beside = products(pair.between, f"{layer}attention")
-    assert len(beside) >= 3 and beside == attention
+    overlapping = products(pair.between, f"{layer}attention")
+    assert len(overlapping) >= 3 and overlapping == attention
     last = max(i for i, each in enumerate(pair.between) if each.name in mlp)
     assert last >= len(pair.between) - 2, "the copy is awaited after the MLP"
 

@@ -18,7 +18,7 @@ def weight_copies(program: Program) -> list[AsyncPair]:
     return [pair for pair in async_pairs(program) if pair.start.nbytes in sp.MOVED]
 
 
-def assert_beside(program: Program, pair: AsyncPair, layer: str) -> None:
+def assert_overlaps(program: Program, pair: AsyncPair, layer: str) -> None:
     """Check that the copy starts before the layer's work on its rows, and is awaited after it."""
     everything, between = launched(program), pair.between
     attention = products(everything, f"{layer}attention")
@@ -26,8 +26,8 @@ def assert_beside(program: Program, pair: AsyncPair, layer: str) -> None:
     assert len(attention) >= 3 and len(mlp) >= 2
     assert set(mlp) <= set(products(between, f"{layer}mlp"))
     # The projection to q, k and v may come before: it is one product with the speculation's.
-    beside = products(between, f"{layer}attention")
-    assert set(attention[1:]) <= set(beside)
+    overlapping = products(between, f"{layer}attention")
+    assert set(attention[1:]) <= set(overlapping)
 
 
 @pytest.mark.parametrize("transfer", [XlaTransfer(), CudaTransfer()], ids=["xla", "cuda"])
@@ -39,7 +39,7 @@ def test_every_layer_hides_the_copy_of_the_next_ones_weights(transfer: Transfer)
         coming = pairs[MATRICES * (layer + 1) :][:MATRICES]
         assert sorted(pair.start.nbytes for pair in coming) == sorted(sp.MOVED)
         for pair in coming:
-            assert_beside(program, pair, f"layer{layer}/")
+            assert_overlaps(program, pair, f"layer{layer}/")
             assert not products(pair.between, f"layer{layer + 1}/mlp")
 
 
@@ -71,12 +71,12 @@ def test_weights_are_copied_once_and_two_layers_of_them_are_there(transfer: Tran
     assert program.memory["host_temp"] == staged
 
 
-def test_rows_still_come_beside_the_layer():
+def test_rows_still_come_during_the_layer():
     program = sp.fused(weights_on="host")
     rows = [pair for pair in async_pairs(program) if pair.start.nbytes == sp.FETCHED_BYTES]
     assert len(rows) == sp.LAYERS - sp.DENSE
     for layer, pair in enumerate(rows, sp.DENSE - 1):
-        assert_beside(program, pair, f"layer{layer}/")
+        assert_overlaps(program, pair, f"layer{layer}/")
 
 
 def test_a_layer_of_its_own_call_hides_them_too():
@@ -84,7 +84,7 @@ def test_a_layer_of_its_own_call_hides_them_too():
     pairs = weight_copies(program)
     assert sorted(pair.start.nbytes for pair in pairs) == sorted(sp.MOVED)
     for pair in pairs:
-        assert_beside(program, pair, "")
+        assert_overlaps(program, pair, "")
     assert_nothing_else_is_copied(program)
 
 

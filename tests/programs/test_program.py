@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from runtime import SPARSE, engine, tokens_of
+from runtime import SPARSE, engine, random_model, tokens_of
 from tiny import python
 
-from infinigen_jax.decode.steps import steps
+from infinigen_jax.engine.engine import Engine
 from infinigen_jax.programs.program import SUFFIX, Program
 
 
@@ -97,17 +97,18 @@ def test_products_of_float32_models_are_exact_on_a_gpu(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["fused", "layerwise"])
-def test_an_engine_of_a_float32_model_as_on_a_gpu(monkeypatch, schedule):
-    """Arguments of the wrapped programs are static or donated as those of others."""
-    policy = dataclasses.replace(SPARSE, alpha=3.5)  # of no other test: its programs are new
-    wrapped = engine.__wrapped__("gqa", policy, schedule=schedule)
+@pytest.mark.parametrize(("schedule", "positions"), [("fused", 62), ("layerwise", 63)])
+def test_an_engine_of_a_float32_model_as_on_a_gpu(monkeypatch, schedule, positions):
+    """Wrapped programs keep their static and donated arguments."""
+    model = random_model("gqa")
+    # A number of positions of no other test, so that all programs are new.
+    config = dataclasses.replace(model.config, max_positions=positions)
     on_gpu = types.SimpleNamespace(**vars(jax) | {"default_backend": lambda: "gpu"})
     with jax.default_matmul_precision(None), monkeypatch.context() as patch:
         patch.setattr("infinigen_jax.programs.program.jax", on_gpu)
-        tokens = tokens_of(wrapped)
-    steps.cache_clear()  # equal settings share programs
-    assert tokens == tokens_of(engine.__wrapped__("gqa", policy, schedule=schedule))
+        new = dataclasses.replace(model, config=config)
+        tokens = tokens_of(Engine(new, policy=SPARSE, dense_layers=1, schedule=schedule))
+    assert tokens == tokens_of(engine("gqa", schedule=schedule))
 
 
 @pytest.mark.parametrize(
