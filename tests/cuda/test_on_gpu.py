@@ -24,7 +24,14 @@ from infinigen_jax.transfer.xla import XlaTransfer
 
 pytestmark = pytest.mark.gpu
 
-TAIL = replace(SPARSE, speculate_from="resident", tail=True, index_dtype="int4", partial_ratio=1.0)
+TAIL = replace(
+    SPARSE,
+    speculate_from="resident",
+    tail=True,
+    tail_tokens=32,
+    index_dtype="int4",
+    partial_ratio=1.0,
+)
 
 SHAPES = [
     (1, 8, 100, 256, jnp.bfloat16),  # a head size of 128

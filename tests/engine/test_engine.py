@@ -50,13 +50,14 @@ def test_windows_longer_than_the_cache():
 
 
 def test_caches_of_several_stream_blocks(monkeypatch):
-    from infinigen_jax.decode import layer_rows
-
     prompts = [numbers(110), numbers(90)]
     full = finished(small(Full()), prompts)
-    monkeypatch.setattr(layer_rows, "STREAM_BLOCK", 48)  # the last begins before the second's end
+    for module in ("decode.layer_rows", "engine.batching"):
+        # The last begins before the second's end.
+        monkeypatch.setattr(f"infinigen_jax.{module}.STREAM_BLOCK", 48)
     blocks = small(Full(window=3))  # another policy, compiled again
     assert finished(blocks, prompts).new_tokens == full.new_tokens
+    assert finished(blocks, prompts, batch=1).new_tokens == full.new_tokens
 
 
 # Ends.

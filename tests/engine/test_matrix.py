@@ -15,6 +15,7 @@ import emulated_gpu
 import jax
 import numpy as np
 import pytest
+from emulated_gpu import launched
 from runtime import ALL, NEW, SPARSE, counts_of, finished, numbers, random_model, slow_except
 
 from infinigen_jax import cuda
@@ -27,8 +28,8 @@ from infinigen_jax.transfer import CudaTransfer, XlaTransfer
 from infinigen_jax.transfer.host_weights import STAYS
 
 PROMPTS = [numbers(37), [7], numbers(21)]  # one shorter than window and sinks together
-RESIDENT = dataclasses.replace(SPARSE, speculate_from="resident")
-TAIL = dataclasses.replace(SPARSE, query="own", tail=True, index_dtype="int4", partial_ratio=1.0)
+# The longest prompt has two blocks of the tail, which is the kernels' work at this size.
+TAIL = dataclasses.replace(SPARSE, tail=True, tail_tokens=32, index_dtype="int4", partial_ratio=1.0)
 
 
 class Family(NamedTuple):
@@ -44,8 +45,15 @@ class Family(NamedTuple):
 FAMILIES = {
     "full": Family(Full(), dense_layers=2),  # everything on the device
     "sparse": Family(SPARSE, dense_layers=0),
-    "resident": Family(RESIDENT, dtype="bfloat16", dense_layers=0),
-    "small-rows": Family(TAIL, dense_layers=0, model="one", settings={"rows": "int8"}),
+    "resident": Family(
+        dataclasses.replace(TAIL, speculate_from="resident"), dtype="bfloat16", dense_layers=0
+    ),
+    "small-rows": Family(
+        dataclasses.replace(TAIL, query="own"),
+        dense_layers=0,
+        model="one",
+        settings={"rows": "int8"},
+    ),
     "opt": Family(SPARSE, model="opt", dense_layers=0),
     "h2o": Family(H2O(budget=0.2, window=4, sinks=2), 0, model="one", dtype="bfloat16"),
     "pool": Family(
@@ -163,6 +171,7 @@ OFTEN = ("everything", "everything-moved", "streamed", "paper", "sparse", "small
 @pytest.mark.parametrize("name", slow_except(CASES, *OFTEN, "pool"))
 def test_only_the_family_decides_about_tokens(name, monkeypatch):
     case = CASES[name]
+    short_chunks(monkeypatch)
     if case.crosses:
         monkeypatch.setattr(TRANSFER, lambda name: XlaTransfer())
     compare(case, in_place=not case.crosses)
@@ -184,12 +193,19 @@ class TestAsOnAGpu:
     @pytest.mark.parametrize("name", CASES)
     def test_only_the_family_decides_about_tokens(self, name, monkeypatch):
         reference(CASES[name].family)
+        short_chunks(monkeypatch)
         emulated_gpu.install(monkeypatch)
         # A grid of no other test, so that all programs are new.
         monkeypatch.setattr(TRANSFER, lambda name: CudaTransfer(threads=256))
         monkeypatch.setattr(cuda, "in_use", lambda: True)
         monkeypatch.setattr(jax.lax, "platform_dependent", lambda *x, default, **cpu: default(*x))
         compare(CASES[name], in_place=False)
+        assert bool(launched["index_rest"]) == (name == "resident")
+
+
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the longest prompt have three chunks with CHUNKS; other cases read it whole."""
+    monkeypatch.setattr("infinigen_jax.prefill.prefill.CHUNK_UNIT", 16)
 
 
 def compare(case: Case, in_place: bool) -> None:

@@ -12,7 +12,15 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from runtime import ALL, engine, finished, numbers, random_model, slow_except
+from runtime import (
+    ALL,
+    check_speculated_logits,
+    engine,
+    finished,
+    numbers,
+    random_model,
+    slow_except,
+)
 from tiny import COMMON, TEXT, logits_of, make_tiny
 
 from benchmarks.prefill import cache_shapes
@@ -263,7 +271,10 @@ def test_decoding_is_that_of_transformers(name, tmp_path):
     model = dataclasses.replace(model, path=None)  # there is no tokenizer in it
     expected = [greedy(reference.model, prompt) for prompt in PROMPTS]
     tokens = [tokens for tokens, _ in expected]
-    everything = Engine(model, policy=ALL, dense_layers=1)
+    everything, config = Engine(model, policy=ALL, dense_layers=0), model.config
+    assert everything.decoder.host_layers == config.num_layers - len(config.sliding_layers)
+    for i in everything.decoder.on_host:
+        check_speculated_logits(model, i)
     for row, (_, of_row) in zip(decoded(everything, tokens), expected, strict=True):
         np.testing.assert_allclose(row, of_row[1:], atol=TOLERANCE, rtol=0)
         assert row.argmax(-1).tolist() == of_row[1:].argmax(-1).tolist()
