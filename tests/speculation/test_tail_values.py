@@ -12,7 +12,7 @@ from runtime import TAILED, finished, numbers, random_model, score
 from tiny import normal, refuses
 
 from infinigen_jax import Engine
-from infinigen_jax.cache.layers import Slots
+from infinigen_jax.cache.layers import Resident, Slots
 from infinigen_jax.convert.calibrate import DEFAULT_TEXT, SINKS
 from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.loading import load as checkpoint
@@ -164,7 +164,7 @@ def test_a_trained_model_comes_nearer_to_the_full_cache():
 
 
 def test_a_prompt_in_chunks_and_decoded_tokens_leave_the_same_sums():
-    """As one chunk of all tokens, also in the block that the answer begins."""
+    """Both are compared with one chunk of all tokens; one answer begins a block."""
     model = random_model("one")
     policy = dataclasses.replace(TAILED, tail_columns=16, tail_tokens=64)
     whole, chunks = (
@@ -174,10 +174,13 @@ def test_a_prompt_in_chunks_and_decoded_tokens_leave_the_same_sums():
     runs = [finished(engine, prompts, 12) for engine in (whole, chunks)]
     assert runs[0].new_tokens == runs[1].new_tokens
     answers = [prompt + new[:-1] for prompt, new in zip(prompts, runs[0].new_tokens, strict=True)]
-    runs.append(whole.start(answers, max_new_tokens=1))  # the last tokens are not cached
+    expected = whole.start(answers, max_new_tokens=1)  # the last tokens are not cached
     for run in runs:
-        assert run.cache.lengths.tolist() == [161, 135]
-        np.testing.assert_allclose(run.cache.local[0].left, runs[0].cache.local[0].left, atol=1e-4)
+        assert run.cache.lengths.tolist() == expected.cache.lengths.tolist() == [161, 135]
+        for x, y in zip(run.cache.local, expected.cache.local, strict=True):
+            assert isinstance(x, Resident) and isinstance(y, Resident)
+            assert x.left is not None and y.left is not None
+            np.testing.assert_allclose(x.left, y.left, atol=1e-4)
 
 
 def test_without_moments_or_blocks_there_is_nothing_to_predict_by():
