@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from runtime import SPARSE
 from tiny import LLAMA
 
 from infinigen_jax.decode.finite_check import NotFiniteError
@@ -23,9 +24,9 @@ def params():
     return random_params(config_from_hf(HF), "float32")
 
 
-def engine(params, **settings) -> Engine:
+def engine(params, dense_layers: int = 1) -> Engine:
     model = Model.from_params(config_from_hf(HF), params, "float32")
-    return Engine(model, check=True, **settings)
+    return Engine(model, policy=SPARSE, dense_layers=dense_layers, check=True)
 
 
 def spoiled(params, path: str, value: float = jnp.nan):
@@ -44,7 +45,7 @@ def place(error: pytest.ExceptionInfo[NotFiniteError]) -> tuple[str, int, int]:
     return found[1], int(found[2]), int(found[3])
 
 
-PROMPTS = [[3] * 5, [4] * 12, [5] * 9]
+PROMPTS = [[3] * 5, [4] * 20, [5] * 9]  # of the second, 14 rows are only on the host
 
 
 @pytest.mark.parametrize(
@@ -64,11 +65,11 @@ def test_weights_that_are_not_finite(params, leaf, value, second, expected):
     assert place(error) == expected
 
 
-@pytest.mark.parametrize("schedule", ["fused", "layerwise"])
-def test_a_token_that_was_drawn(params, schedule):
+@pytest.mark.parametrize("dense_layers", [0, 1])
+def test_a_token_that_was_drawn(params, dense_layers):
     """In a decode step, with the sequence and the position of the token."""
     bad = spoiled(params, "embedding.tokens.embedding")
-    run = engine(bad, schedule=schedule).start(PROMPTS, max_new_tokens=8)
+    run = engine(bad, dense_layers).start(PROMPTS, max_new_tokens=8)
     tokens = run.tokens(ignore_eos=True)
     next(tokens)
     next(tokens)
@@ -79,6 +80,20 @@ def test_a_token_that_was_drawn(params, schedule):
     what, prompt, position = place(error)
     assert (what, prompt) == ("embedding", 2)
     assert position == following > len(PROMPTS[1])
+
+
+@pytest.mark.parametrize("dense_layers", [0, 1])
+def test_rows_on_the_host(params, dense_layers):
+    """The first step that fetches such rows of the last layer, in one sequence, is refused."""
+    run = engine(params, dense_layers).start(PROMPTS, max_new_tokens=8)
+    tokens, host = run.tokens(ignore_eos=True), run.cache.host
+    assert host is not None and host.shape[0] == 2 - dense_layers
+    rows = jax.device_put(host, jax.memory.Space.Device).at[-1, 1].set(jnp.nan)
+    run.cache = run.cache._replace(host=jax.device_put(rows, host.sharding))
+    with pytest.raises(NotFiniteError) as error:
+        for _ in tokens:
+            pass
+    assert place(error) == ("output of layer 1", 2, len(PROMPTS[1]))
 
 
 def test_overflow_inside_a_layer(params):

@@ -25,7 +25,15 @@ from infinigen_jax.engine.rounds import Rounds
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import embedded
 from infinigen_jax.models.small_weights import shrink
-from infinigen_jax.policies import H2O, Full, InfiniGen, Policy, PreviousQuery, Quest
+from infinigen_jax.policies import (
+    H2O,
+    Full,
+    InfiniGen,
+    InfiniGenPaper,
+    Policy,
+    PreviousQuery,
+    Quest,
+)
 from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.settings.pool import Pool
 from infinigen_jax.settings.sampling import Sampling
@@ -37,7 +45,7 @@ LOSSLESS: dict[str, Any] = {"lossless": True, "draft_tokens": 2}
 SETTINGS: dict[str, tuple[Policy, dict[str, Any]]] = {
     "infinigen": (InfiniGen(budget=0.2, window=4, sinks=2, alpha=4.0), {}),
     "hot-int8": (SPARSE, {"rows": "int8", "hot_set": 1.5}),
-    "paper-layerwise": (SPARSE, {"schedule": "layerwise"}),
+    "paper-layerwise": (InfiniGenPaper(alpha=1.0, streamed_layers=0), {"schedule": "layerwise"}),
     "full-int4": (Full(window=4), {"rows": "int4"}),
     "h2o": (H2O(budget=0.2, window=4, sinks=2), {}),
     "quest": (Quest(budget=0.3, window=4, sinks=2), {}),

@@ -68,11 +68,14 @@ def test_layers_that_lose_the_same_get_the_same():
 
 
 def model_with(errors: list[float]):
-    """Return random weights; each layer's error falls from this to nothing along SHARES."""
+    """Return random weights; each layer's error falls from this to nothing along SHARES.
+
+    These are the errors of a query of the layer before; those of its own are the other way round.
+    """
     model = random_model({1: "one", 2: "gqa", 3: "three"}[len(errors)])
     falling = np.linspace(1, 0.1, len(SHARES))
-    loss = np.asarray(errors)[:, None, None] * falling[None, None]
-    loss = np.broadcast_to(loss, (len(errors), 2, len(SHARES))).astype(np.float32)
+    both = np.stack([errors[::-1], errors], axis=1)
+    loss = (both[:, :, None] * falling).astype(np.float32)
     shares = np.asarray(SHARES, np.float32)
     return dataclasses.replace(model, row_loss=loss, row_shares=shares)
 
@@ -93,6 +96,17 @@ def test_an_engine_fetches_the_shares():
     assert stats.compilations_after_warmup == 0
     assert decoder.request_sizes(100) == [int(100 * budget + 1e-6) for budget in budgets]
     assert decoder.request_size(100) == max(decoder.request_sizes(100))
+
+
+def test_budgets_are_of_the_query_that_selects():
+    model, found = model_with([0.1, 0.5]), []
+    for query, ahead in (("own", False), ("plain", True)):
+        policy = dataclasses.replace(STEEP, query=query)
+        budgets = tuple(Engine(model, policy=policy, dense_layers=0).decoder.budgets.values())
+        assert budgets == share_out(model.curves(ahead), range(2), STEEP.budget)
+        found.append(budgets)
+    own, looking = found
+    assert own[0] > own[1] and looking == own[::-1]
 
 
 def test_hot_sets_have_equal_sizes():

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime import TAILED, finished, random_model, score
+from runtime import TAILED, finished, numbers, random_model, score
 from tiny import normal, refuses
 
 from infinigen_jax import Engine
-from infinigen_jax.cache.layers import Slots
+from infinigen_jax.cache.layers import Resident, Slots
 from infinigen_jax.convert.calibrate import DEFAULT_TEXT, SINKS
 from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.loading import load as checkpoint
@@ -164,16 +164,23 @@ def test_a_trained_model_comes_nearer_to_the_full_cache():
 
 
 def test_a_prompt_in_chunks_and_decoded_tokens_leave_the_same_sums():
+    """Both are compared with one chunk of all tokens; one answer begins a block."""
     model = random_model("one")
     policy = dataclasses.replace(TAILED, tail_columns=16, tail_tokens=64)
     whole, chunks = (
-        Engine(model, policy=policy, dense_layers=0, prefill_chunk=chunk) for chunk in (64, 16)
+        Engine(model, policy=policy, dense_layers=0, prefill_chunk=chunk) for chunk in (256, 64)
     )
-    prompts = [list(range(3, 60)), list(range(5, 40))]
+    prompts = [numbers(150), numbers(124)]
     runs = [finished(engine, prompts, 12) for engine in (whole, chunks)]
     assert runs[0].new_tokens == runs[1].new_tokens
-    for x, y in zip(*(run.cache.local for run in runs), strict=True):
-        np.testing.assert_allclose(x.left, y.left, atol=1e-4)
+    answers = [prompt + new[:-1] for prompt, new in zip(prompts, runs[0].new_tokens, strict=True)]
+    expected = whole.start(answers, max_new_tokens=1)  # the last tokens are not cached
+    for run in runs:
+        assert run.cache.lengths.tolist() == expected.cache.lengths.tolist() == [161, 135]
+        for x, y in zip(run.cache.local, expected.cache.local, strict=True):
+            assert isinstance(x, Resident) and isinstance(y, Resident)
+            assert x.left is not None and y.left is not None
+            np.testing.assert_allclose(x.left, y.left, atol=1e-4)
 
 
 def test_without_moments_or_blocks_there_is_nothing_to_predict_by():
