@@ -26,7 +26,7 @@ model, rng = random_model("gqa"), np.random.default_rng(0)
 prompts = [[int(t) for t in rng.integers(3, 90, n)] for n in (60, 47, 72, 33)]
 ahead = InfiniGen(budget=0.2, window=8, query="plain")
 cases = {
-    "own query": (InfiniGen(budget=0.2, window=8), {"rows": "int8", "prefill_chunk": 32}),
+    "own query": (InfiniGen(budget=0.2, window=8), {"rows": "int8", "prefill_chunk": 64}),
     "hot set": (ahead, {"dense_layers": 1, "hot_set": 2.0}),
     "pool": (ahead, {"dense_layers": 0, "pool": Pool(tokens=40), "weights": "host"}),
     "streamed": (Full(), {"schedule": "layerwise"}),

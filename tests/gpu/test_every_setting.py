@@ -2,8 +2,7 @@
 
 An engine runs on the CPU, with rows moved as on a GPU, and the programs that it called are
 compiled: those of a fused step also with the `cuda` transfer and kernels, those of a prompt in half
-precision also with cuDNN's attention. This only shows that XLA accepts them. It takes minutes:
-`python -m pytest tests/gpu -m slow`.
+precision also with cuDNN's attention. This only shows that XLA accepts them. It takes six minutes.
 """
 
 import dataclasses
