@@ -105,8 +105,8 @@ def test_budgets_are_of_the_query_that_selects():
         budgets = tuple(Engine(model, policy=policy, dense_layers=0).decoder.budgets.values())
         assert budgets == share_out(model.curves(ahead), range(2), STEEP.budget)
         found.append(budgets)
-    own, looking = found
-    assert own[0] > own[1] and looking == own[::-1]
+    own, ahead = found
+    assert own[0] > own[1] and ahead == own[::-1]
 
 
 def test_hot_sets_have_equal_sizes():
