@@ -290,7 +290,7 @@ def plain_pass(
 
 
 def check_speculated_logits(model: Model, number: int) -> None:
-    """Compare the logits of a layer's index of all columns, from the layer's own input, with true.
+    """Compare logits from a layer's full-width index and its own input with the true logits.
 
     With fewer columns, index and query are the first ones of those with more.
     """

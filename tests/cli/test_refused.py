@@ -99,7 +99,6 @@ EVALUATE = {
     "retrieval --length 60": "--length",
     "retrieval --depth 1.5": "--depth",
     "retrieval --items 0": "--items",
-    "retrieval --max-new-tokens 0": "--max-new-tokens",
     "retrieval --haystack /absent": "--haystack",
     "retrieval --haystack F --pairs": "--pairs",
 }

@@ -84,7 +84,7 @@ def test_a_token_that_was_drawn(params, dense_layers):
 
 @pytest.mark.parametrize("dense_layers", [0, 1])
 def test_rows_on_the_host(params, dense_layers):
-    """The first step that fetches such rows of the last layer, in one sequence, is refused."""
+    """The first step that fetches spoiled rows of the last layer is refused."""
     run = engine(params, dense_layers).start(PROMPTS, max_new_tokens=8)
     tokens, host = run.tokens(ignore_eos=True), run.cache.host
     assert host is not None and host.shape[0] == 2 - dense_layers

@@ -1,4 +1,4 @@
-"""Configurations of the engine, chosen to cover pairs of settings: each runs once.
+"""Configurations of the engine that cover pairs of settings, as on a CPU and as on a GPU.
 
 Every case belongs to a family of settings that determine the tokens. All other settings must change
 neither the tokens nor the number of selected rows: the schedule, a hot set, where the weights are,
@@ -28,7 +28,7 @@ from infinigen_jax.transfer import CudaTransfer, XlaTransfer
 from infinigen_jax.transfer.host_weights import STAYS
 
 PROMPTS = [numbers(37), [7], numbers(21)]  # one shorter than window and sinks together
-# The longest prompt has two blocks of the tail, which is the kernels' work at this size.
+# `index_rest` needs tail blocks of 32 or more tokens; the longest prompt has two.
 TAIL = dataclasses.replace(SPARSE, tail=True, tail_tokens=32, index_dtype="int4", partial_ratio=1.0)
 
 
@@ -171,6 +171,7 @@ OFTEN = ("everything", "everything-moved", "streamed", "paper", "sparse", "small
 @pytest.mark.parametrize("name", slow_except(CASES, *OFTEN, "pool"))
 def test_only_the_family_decides_about_tokens(name, monkeypatch):
     case = CASES[name]
+    reference(case.family)
     short_chunks(monkeypatch)
     if case.crosses:
         monkeypatch.setattr(TRANSFER, lambda name: XlaTransfer())

@@ -88,7 +88,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "layerwise": ("gqa", INFINIGEN, {"schedule": "layerwise"}),
     "checked": ("gqa", INFINIGEN, {"check": True}),
     "a shared prefix": ("gqa", INFINIGEN, {"prefix": list(range(3, 43))}),
-    "chunks": ("gqa", INFINIGEN, {"prefill_chunk": 16}),
+    "chunks": ("gqa", INFINIGEN, {"prefix": list(range(3, 93)), "prefill_chunk": 64}),
     **{
         f"lossless, {name}": ("gqa", INFINIGEN, {"lossless": True, "draft_tokens": 3, **settings})
         for name, settings in {

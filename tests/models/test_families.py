@@ -275,9 +275,10 @@ def test_decoding_is_that_of_transformers(name, tmp_path):
     assert everything.decoder.host_layers == config.num_layers - len(config.sliding_layers)
     for i in everything.decoder.on_host:
         check_speculated_logits(model, i)
-    for row, (_, of_row) in zip(decoded(everything, tokens), expected, strict=True):
-        np.testing.assert_allclose(row, of_row[1:], atol=TOLERANCE, rtol=0)
-        assert row.argmax(-1).tolist() == of_row[1:].argmax(-1).tolist()
+    for made in (everything, Engine(model, policy=ALL, dense_layers=1)):
+        for row, (_, of_row) in zip(decoded(made, tokens), expected, strict=True):
+            np.testing.assert_allclose(row, of_row[1:], atol=TOLERANCE, rtol=0)
+            assert row.argmax(-1).tolist() == of_row[1:].argmax(-1).tolist()
 
 
 # Layers with a window.

@@ -164,7 +164,7 @@ def test_a_trained_model_comes_nearer_to_the_full_cache():
 
 
 def test_a_prompt_in_chunks_and_decoded_tokens_leave_the_same_sums():
-    """Both are compared with one chunk of all tokens; one answer begins a block."""
+    """Both match one chunk of all tokens; one answer crosses a block boundary."""
     model = random_model("one")
     policy = dataclasses.replace(TAILED, tail_columns=16, tail_tokens=64)
     whole, chunks = (

@@ -96,7 +96,7 @@ def test_generated_tokens_are_those_of_the_reference(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["one", "gemma2"])
 def test_a_kernel_attends_to_rows_in_bfloat16(by_kernels: Callable[[], None], name: str):
-    """It differs from XLA's attention by less than XLA's result from that of float32."""
+    """The kernel differs from XLA by less than XLA differs from float32."""
     model = random_model(name, "bfloat16")
     params = jax.tree.map(lambda x: x.astype(jnp.float32), model.params)
     exact = dataclasses.replace(model, dtype=jnp.dtype("float32"), params=params)
