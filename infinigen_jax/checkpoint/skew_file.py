@@ -53,7 +53,6 @@ def read_skew(folder: Path, manifest: Manifest, config: ModelConfig) -> dict[str
         names += ["svd_basis", "ahead_query_basis", "ahead_key_basis"]
     for name in names:
         _check_tensor(file, name, square)
-    query, key = file.read("query_basis"), file.read("key_basis")
     none = (None,) * config.num_layers
     if manifest.skew == "none":
         return {"bases": none}
@@ -63,7 +62,7 @@ def read_skew(folder: Path, manifest: Manifest, config: ModelConfig) -> dict[str
     fields["tail_moments"] = tuple(file.read(name) for name in TAIL_MOMENTS)
     if manifest.absorbed:
         return fields | {"bases": none}
-    fields["bases"] = _bases(query, key)
+    fields["bases"] = _bases(file.read("query_basis"), file.read("key_basis"))
     if manifest.skew == "balanced":
         orthogonal = file.read("svd_basis")
         fields["svd_bases"] = _bases(orthogonal, orthogonal)
