@@ -1,13 +1,26 @@
 """Python modules as processes: with a time limit, or with their use of resources."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
-import time
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
+
+# Starts a process from a small one: the peak of a process begins at that of the one it came from.
+LAUNCHER = """
+import json, resource, subprocess, sys, time
+start = time.perf_counter()
+status = subprocess.call(sys.argv[2:])
+wall = time.perf_counter() - start
+usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+with open(sys.argv[1], "w") as file:
+    json.dump([wall, usage.ru_utime, usage.ru_stime, usage.ru_maxrss], file)
+sys.exit(status)
+"""
 
 
 def run_within(
@@ -43,14 +56,14 @@ def usage_of(command: Iterable[str], cache: str | Path, **settings: Any) -> dict
     `cache` is the user's cache folder of the process. Raise SystemExit if the command fails.
     """
     whole = [sys.executable, "-m", *command]
-    start = time.perf_counter()
-    process = subprocess.Popen(whole, env=os.environ | {"XDG_CACHE_HOME": str(cache)}, **settings)
-    _, status, usage = os.wait4(process.pid, 0)
-    wall = time.perf_counter() - start
-    if status:
-        raise SystemExit(f"{' '.join(whole)}: failed")
+    environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
+    with tempfile.NamedTemporaryFile() as result:
+        launched = [sys.executable, "-S", "-c", LAUNCHER, result.name, *whole]
+        if subprocess.call(launched, env=environment, **settings):
+            raise SystemExit(f"{' '.join(whole)}: failed")
+        wall, user, system, peak = json.load(result)
     return {
         "wall_seconds": wall,
-        "processor_seconds": usage.ru_utime + usage.ru_stime,
-        "peak_bytes": usage.ru_maxrss * 1024,
+        "processor_seconds": user + system,
+        "peak_bytes": peak * 1024,
     }

@@ -13,15 +13,24 @@ All measurements take hours on two cores; --only chooses some. Speed needs `xlla
 
 import argparse
 import inspect
+import pydoc
 import sys
+import tarfile
 import tokenize
+import typing
+import unittest.mock
+from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 from benchmarks.files import RESULTS, note
 from benchmarks.quality import call
 from infinigen_jax.errors import InputError, Parser, run_command
 
 SCORED = 512  # tokens scored at the end of each window
+MANY = 32  # windows, for a small standard error of InfiniGen's perplexity
+SOURCE = (argparse, inspect, tokenize)  # about 58,000 tokens
+LONGER = (*SOURCE, typing, pydoc, tarfile, unittest.mock)  # about 160,000 tokens
 AHEAD = "infinigen:query=corrected"  # selects a layer ahead, the default on a GPU
 POLICIES = f"full infinigen {AHEAD} oracle quest"
 OTHERS = "window h2o infinigen-paper previous-query"  # much worse: with one length
@@ -43,6 +52,7 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     """Return the command of each measurement, without Python itself and the result file."""
     texts: dict[str, Path] = dict(zip(("wiki", "book"), options.texts, strict=False))
     texts["python"] = options.out / "python-source.txt"
+    longer = texts | {"python": options.out / "python-source-long.txt"}
     first = str(options.texts[0])
     chosen: dict[str, list[str]] = {}
 
@@ -51,18 +61,21 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
         chosen[name] = [*given, *arguments.split()]
 
     def score(name: str, length: int, budgets: str, policies: str, *of: str) -> None:
+        many = name == "many"
+        windows = MANY if many else options.windows
         for text in of or texts:
             more = OTHERS if (name, length) == ("policies", 4096) else ""
-            size = f"--window {length} --windows {options.windows} --context {length - SCORED}"
+            size = f"--window {length} --windows {windows} --context {length - SCORED}"
             add(
                 f"{name}-{text}-{length}",
                 "infinigen_jax.evaluate perplexity",
                 f"{size} --budget {budgets} --policy {policies} {more}",
-                *("--text", str(texts[text])),
+                *("--text", str((longer if many else texts)[text])),
             )
 
     score("policies", 4096, "0.05", POLICIES)
     score("policies", 2048, "0.05", POLICIES)
+    score("many", 4096, "0.05 0.1", "full infinigen")
     score("length", 8192, "0.05 0.1", "full infinigen")
     score("budgets", 4096, "0.02 0.1", "full infinigen")
     score("others", 4096, "0.02 0.1", "full oracle quest window h2o")
@@ -105,17 +118,17 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
         arguments = f"--trace-steps 0 --contexts {given}"
         add(f"decode-batch-{name}", "benchmarks.decode", arguments, *files)
     add("prefill", "benchmarks.prefill", f"--prompts {CONTEXTS}")
-    for name, given in {"4": "1024 4096", "4-7680": "7680", "8": "1024 4096"}.items():
-        arguments = f"--prompts {given} --batch {name[0]} --memory"
-        add(f"prefill-batch-{name}", "benchmarks.prefill", arguments)
-    add("startup", "benchmarks.startup", "--prompts 32 7680", *files)
+    for batch in (4, 8):
+        for name, given in {"": "1024 4096", "-7680": "7680"}.items():
+            arguments = f"--prompts {given} --batch {batch} --memory"
+            add(f"prefill-batch-{batch}{name}", "benchmarks.prefill", arguments)
+    add("startup", "benchmarks.startup", "--prompts 32 1024 4096 7680", *files)
     return chosen
 
 
-def python_source(path: Path) -> None:
-    """Write the source of some modules of the standard library, about 58,000 tokens."""
+def python_source(path: Path, modules: Sequence[ModuleType]) -> None:
+    """Write the source of modules of the standard library."""
     if not path.exists():
-        modules = (argparse, inspect, tokenize)
         path.write_text("\n".join(inspect.getsource(module) for module in modules))
 
 
@@ -142,7 +155,8 @@ def main(argv: list[str] | None = None) -> int:
 def measure(options: argparse.Namespace) -> None:
     """Run all requested measurements without a result; raise InputError if unknown or failed."""
     options.out.mkdir(parents=True, exist_ok=True)
-    python_source(options.out / "python-source.txt")
+    python_source(options.out / "python-source.txt", SOURCE)
+    python_source(options.out / "python-source-long.txt", LONGER)
     known = commands(options)
     for name in options.only or known:
         if name not in known:

@@ -82,10 +82,7 @@ def measure(folder: Path, layers: int, repeats: int) -> dict[str, float]:
     if convert([str(source), str(model)]):
         raise SystemExit("the conversion failed")
     given = ["--prompt", "Once upon a time", "--max-new-tokens", "4"]
-    record = cold_and_warm(model, folder / f"of-{layers}", repeats, given)
-    for kind in ("cold", "warm"):
-        del record[f"{kind}_peak_bytes"]  # a child's peak starts at its parent's
-    return {"layers": layers} | record
+    return {"layers": layers} | cold_and_warm(model, folder / f"of-{layers}", repeats, given)
 
 
 def measure_given(folder: Path, chosen: argparse.Namespace, tokens: int) -> dict[str, Any]:

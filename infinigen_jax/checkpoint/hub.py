@@ -17,8 +17,8 @@ from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.files.regular import expanded
 
 NAME = r"[\w-][\w.-]*"
-HUB_ID = re.compile(rf"({NAME}/{NAME})(/{NAME}\.gguf)?")
-NO_MODEL = re.compile(r"-\d{5}-of-\d{5}\.gguf$|/mmproj")
+HUB_ID = re.compile(rf"({NAME}/{NAME})(/(?:{NAME}/)*{NAME}\.(?i:gguf))?")
+NO_MODEL = re.compile(r"-\d{5}-of-\d{5}\.gguf$|/mmproj", re.IGNORECASE)
 # Files at the top of a repository. Others repeat the weights (`onnx/`, `consolidated.safetensors`).
 SETTINGS = ("config.json", *SIDE_FILES)
 SILENT = 1.0  # seconds before a progress bar appears, so that cached files cause none
@@ -31,7 +31,8 @@ def fetched(name: str | Path, revision: str | None = None, weights: bool = True)
     Args:
         name: a path, else `org/name` or `org/name/file.gguf` on the hub.
         revision: branch, tag or commit on the hub; None for its main branch.
-        weights: whether weights are needed, in addition to configuration and tokenizer.
+        weights: whether weights are needed, in addition to configuration and tokenizer. A GGUF
+            file is downloaded whole.
     """
     matched = HUB_ID.fullmatch(str(name))
     if matched is None or expanded(name).exists():
@@ -45,20 +46,23 @@ def fetched(name: str | Path, revision: str | None = None, weights: bool = True)
 
             return Path(huggingface_hub.hf_hub_download(model, file[1:], revision=revision))
     folder = _snapshot(model, revision, *SETTINGS)
-    if not weights:
+    absent = f"{SAFETENSORS} or {TORCH}"
+    if not (folder / "config.json").exists():
+        absent = "config.json"
+    elif not weights:
         return folder
-    if (folder / "config.json").exists():
+    else:
         read_config(folder)  # refuse an unsupported model before its weights are downloaded
-    for single in (SAFETENSORS, TORCH):
-        index = f"{single}.index.json"
-        folder = _snapshot(model, revision, *SETTINGS, single, index)
-        if (folder / single).exists():
-            return folder
-        if (folder / index).exists():
-            return _snapshot(model, revision, *SETTINGS, index, *shard_names(folder / index))
+        for single in (SAFETENSORS, TORCH):
+            index = f"{single}.index.json"
+            folder = _snapshot(model, revision, *SETTINGS, single, index)
+            if (folder / single).exists():
+                return folder
+            if (folder / index).exists():
+                return _snapshot(model, revision, *SETTINGS, index, *shard_names(folder / index))
     files = _gguf_files(model, revision)
     remedy = f"name a file, such as {' or '.join(files[:3])}" if files else "choose another"
-    raise InputError(f"{name}: has no {SAFETENSORS} or {TORCH} on the hub; {remedy}")
+    raise InputError(f"{name}: has no {absent} on the hub; {remedy}")
 
 
 def _gguf_files(model: str, revision: str | None) -> list[str]:

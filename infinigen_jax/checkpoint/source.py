@@ -13,7 +13,7 @@ from infinigen_jax.models import Blueprint, ModelConfig
 
 
 def is_gguf(path: Path) -> bool:
-    return path.suffix == gguf_model.SUFFIX and not path.is_dir()
+    return path.suffix.lower() == gguf_model.SUFFIX and not path.is_dir()
 
 
 def checked_source(path: str | Path) -> Path:

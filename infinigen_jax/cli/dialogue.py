@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.files.regular import read_text
 from infinigen_jax.text.templates import render_chat
+from infinigen_jax.text.tokenizer import encode_further
 
 if TYPE_CHECKING:
     from infinigen_jax.engine.conversation import Conversation
@@ -89,6 +90,8 @@ class Dialogue:
             if pieces:
                 answer = {"role": "assistant", "content": "".join(pieces)}
                 conversation.messages = [*asked, answer]
+            if conversation.unfinished:  # the turn failed; the next one reads all messages again
+                conversation.reset()
 
     def clear(self) -> None:
         """Forget all messages except the system's."""
@@ -125,13 +128,19 @@ class Dialogue:
 
     def render(self, messages: list[Message]) -> list[int]:
         """Return the tokens that the messages add to the conversation."""
-        said = self._conversation.tokens
-        text = self._text(messages, fresh=not said)
-        if said and said[-1] in self._conversation.runtime.model.eos_ids:
-            # The answer ended with the token that the template puts after it, maybe after a space.
-            end, apart = self._tokenizer.decode(said[-1:]), text.lstrip()
-            text = apart.removeprefix(end) if apart.startswith(end) else text
-        return self._encode(text, fresh=not said)
+        conversation = self._conversation
+        ended = bool(conversation.tokens) and self._ends(conversation.tokens[-1])
+        if ended and self._plain:
+            conversation.reset()  # the end of a text is not part of a text that goes on
+        fresh = not conversation.tokens
+        text = self._text(messages, fresh=fresh)
+        if ended and not fresh:
+            # The template may put the answer's last token after it, maybe after a space. That token
+            # may take a space after it, so both are encoded together.
+            end, *tokens = self._encode(text.lstrip(), fresh=False) or [None]
+            if end == conversation.tokens[-1]:
+                return tokens
+        return self._encode(text, fresh=fresh)
 
     def _fitted(self, messages: list[Message], room: int) -> tuple[list[Message], list[int]]:
         """Drop the oldest turns if they leave no room for an answer; return messages and tokens.
@@ -156,8 +165,13 @@ class Dialogue:
         self._say(f"[the context is full: the oldest {dropped} messages are dropped]")
         return [*system, *turns], kept
 
+    def _ends(self, token: int) -> bool:
+        return token in self._conversation.runtime.model.eos_ids
+
     def _encode(self, text: str, *, fresh: bool) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=self._plain and fresh)
+        if fresh:
+            return self._tokenizer.encode(text, add_special_tokens=self._plain)
+        return encode_further(self._tokenizer, text)
 
     def _text(self, messages: list[Message], *, fresh: bool) -> str:
         """Return the text after the last answer; all of it if nothing is cached."""

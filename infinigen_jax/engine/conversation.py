@@ -78,6 +78,11 @@ class Conversation:
         """Number of cached tokens: all tokens, possibly except the last."""
         return 0 if self._begun is None else self._begun.cached[0]
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether a turn is in progress, or failed and lost the cache; `reset` ends this."""
+        return self._begun is None
+
     def turn(
         self,
         prompt: Prompt,
@@ -109,7 +114,7 @@ class Conversation:
             raise InputError(
                 "this conversation is in the middle of a turn, or a turn of it failed; reset it"
             )
-        new = encode(self.runtime.model, prompt, first=not self.tokens)
+        new = encode(self.runtime.model, prompt, further=bool(self.tokens))
         room = self.context - len(self.tokens) - len(new)
         if room < 1:
             raise ParameterError(

@@ -10,6 +10,7 @@ is decoding with the full cache.
 """
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 SIZES = (1, 4, 16)  # tokens of a verification that programs are compiled for
@@ -17,6 +18,8 @@ MOST = SIZES[-1] - 1  # most tokens drafted
 KEPT = 0.9  # weight of earlier measurements, per round
 START = 0.8  # acceptance rate before the first measurement, with the weight of PRIOR tokens
 PRIOR = 8.0
+TRIED = 2  # drafts timed before a choice, which uses the shorter time
+STALL = 3.0  # largest ratio of a time to earlier ones; longer ones are the machine's
 AGED = 0.99  # factor on a time for each round since its measurement
 OLDEST = 500  # rounds after which a time ages no further: it must not become 0
 
@@ -50,7 +53,7 @@ class DraftLength:
 
     def __post_init__(self):
         self._accepted, self._tested = START * PRIOR, PRIOR
-        self._round = 0
+        self._round = self._drafts = 0
         self._step: Time | None = None
         self._verification: dict[int, Time] = {}
 
@@ -90,14 +93,22 @@ class DraftLength:
 
     def time_draft(self, drafted: int, seconds: float) -> None:
         """Record the time of a draft, in seconds."""
-        if drafted:
-            self._step = self._blended(self._step, seconds / drafted)
+        if not drafted:
+            return
+        self._drafts, step = self._drafts + 1, self._step
+        if step is None or self._drafts <= TRIED:
+            shortest = min(seconds / drafted, step.seconds if step else math.inf)
+            self._step = Time(shortest, self._round)
+        else:
+            self._step = self._blended(step, seconds / drafted)
 
     def choose(self, most: int) -> int:
         """Return the number of tokens to draft, at most `most`."""
         most = min(most, self.most)
-        if self.fixed or self._step is None:
-            return most
+        return most if self.fixed or self._drafts < TRIED else self.best(most)
+
+    def best(self, most: int) -> int:
+        """Return the number of tokens with the largest rate, at most `most`."""
         return max(range(most + 1), key=self.rate)
 
     def rate(self, drafted: int) -> float:
@@ -115,6 +126,7 @@ class DraftLength:
         """Return the mean of a measurement and earlier ones, whose weight falls with their age."""
         if before is None:
             return Time(seconds, self._round)
+        seconds = min(seconds, STALL * before.seconds)
         kept = KEPT ** max(1, self._round - before.round if self.ages else 1)
         return Time(kept * before.seconds + (1 - kept) * seconds, self._round)
 

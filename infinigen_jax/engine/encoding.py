@@ -8,7 +8,7 @@ from typing import Any
 from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.loading.load import Model
 from infinigen_jax.text.detokenize import checked_text
-from infinigen_jax.text.tokenizer import check_vocabulary
+from infinigen_jax.text.tokenizer import check_vocabulary, encode_further
 
 Prompt = str | Sequence[int]
 UNSETTLED = 8  # trailing tokens whose tokenisation may change when text is appended
@@ -45,11 +45,12 @@ def _is_token(value: Any) -> bool:
     return isinstance(value, numbers.Integral) or getattr(value, "shape", None) == ()
 
 
-def encode(model: Model, prompt: Prompt, *, first: bool = True) -> list[int]:
+def encode(model: Model, prompt: Prompt, *, first: bool = True, further: bool = False) -> list[int]:
     """Return the token numbers of a prompt.
 
     Args:
-        first: whether the prompt begins a text. Continuations get no special tokens.
+        first: whether text gets the special tokens that begin one.
+        further: whether text continues other text; it then gets none.
     """
     if isinstance(prompt, str):
         if not prompt:
@@ -57,7 +58,10 @@ def encode(model: Model, prompt: Prompt, *, first: bool = True) -> list[int]:
         checked_text("prompts", prompt)
         if model.tokenizer is None:
             raise InputError("this model has no tokenizer; give prompts as token numbers")
-        prompt = model.tokenizer.encode(prompt, add_special_tokens=first)
+        if further:
+            prompt = encode_further(model.tokenizer, prompt)
+        else:
+            prompt = model.tokenizer.encode(prompt, add_special_tokens=first)
     if isinstance(prompt, bytes | bytearray | memoryview):
         raise ParameterError("prompts", "bytes are no prompt; decode them to text")
     try:

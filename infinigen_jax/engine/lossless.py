@@ -88,6 +88,8 @@ class LosslessRun(Run):
         self._room = self._rounds.put(self._needed())
         while not self.idle.all():
             warm = self._compiled is not None
+            if self._left:
+                self.rest()
             given = Given(self.drawn, self._room, ends, self._sampler.draws, self.owners.owner)
             if not warm:
                 self._warm_up(given)

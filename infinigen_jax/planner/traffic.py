@@ -96,5 +96,5 @@ def forecast_rounds(draft: float, verification: float, most: int) -> Rounds:
     length.time_draft(1, draft)
     for size in length.sizes:
         length.time_verification(size, verification)
-    drafted = length.choose(most)
+    drafted = length.best(most)
     return Rounds(drafted, 1 / length.rate(drafted), verification)

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
-from llguidance.numpy import fill_next_token_bitmask
 
 MOST_MULTIPLE = 1000
 # White space between two parts. Without a limit, a model may write it until `max_tokens`.
@@ -35,8 +34,10 @@ class Grammars:
 
     @functools.cached_property
     def _tokens(self) -> LLTokenizer:
-        text = self._tokenizer.backend.to_str()
-        return LLTokenizer(text, n_vocab=self._vocabulary, eos_token=sorted(self._ends) or None)
+        backend = self._tokenizer.backend
+        # Tokenizers may have tokens that the model lacks.
+        size = max(self._vocabulary, backend.get_vocab_size())
+        return LLTokenizer(backend.to_str(), n_vocab=size, eos_token=sorted(self._ends) or None)
 
 
 def _check_multiples(schema: Any) -> None:
@@ -57,5 +58,6 @@ def allowed_tokens(matchers: Mapping[int, LLMatcher], batch: int, vocabulary: in
     """Return the tokens that sequences may draw, all without a matcher: bits, int32 [b, v / 32]."""
     allowed = np.full((batch, -(-vocabulary // 32)), -1, np.int32)
     for sequence, matcher in matchers.items():
-        fill_next_token_bitmask(matcher, allowed, sequence)
+        mask = np.frombuffer(matcher.compute_bitmask(), np.int32)
+        allowed[sequence] = mask[: allowed.shape[1]]
     return allowed

@@ -119,6 +119,19 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         return tried(Tokenizer(backend, names, template, str(folder)))
 
 
+def encode_further(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text that continues another, without special tokens.
+
+    Some tokenizers put a space before a text. Here it goes before a line or word in front of it.
+    """
+    for before in ("\n", "a"):
+        front = tokenizer.encode(before, add_special_tokens=False)
+        tokens = tokenizer.encode(before + text, add_special_tokens=False)
+        if tokens[: len(front)] == front:
+            return tokens[len(front) :]
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
 def check_vocabulary(parameter: str, tokens: Iterable[int], vocabulary: int) -> None:
     """Refuse tokens that a model of `vocabulary` tokens does not have."""
     unknown = next((token for token in tokens if not 0 <= token < vocabulary), None)

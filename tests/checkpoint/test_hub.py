@@ -10,9 +10,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from tiny import LLAMA, environment, refuses
+from tiny import LLAMA, add_tokenizer, environment, make_tiny, python, refuses
 
 from infinigen_jax.checkpoint.hub import fetched
+from infinigen_jax.checkpoint.source import is_gguf
+from infinigen_jax.loading.load import embedded
 
 COMMITS = {"main": "a" * 40, "old": "b" * 40}
 CONFIG = json.dumps(LLAMA).encode()
@@ -39,7 +41,7 @@ REPOSITORIES = {
     "org/torch": {"config.json": CONFIG, "pytorch_model.bin": b"x", "tokenizer.json": b"{}"},
     "org/quantised": {
         **{"a.gguf": b"a", "b.gguf": b"b", "c-00001-of-00002.gguf": b"c", "mmproj-F16.gguf": b"m"},
-        **{"x.gguf": b"x", "y.gguf": b"y"},
+        **{"x.gguf": b"x", "y.gguf": b"y", "Q8/z.GGUF": b"z"},
     },
     "org/adapter": {"config.json": CONFIG, "adapter_model.safetensors": b"x"},
     "org/experts": {"config.json": b'{"model_type": "mixtral"}', "model.safetensors": b"x"},
@@ -110,16 +112,24 @@ for request in sys.argv[1:]:
 
 
 @pytest.fixture(scope="module")
-def ask(tmp_path_factory) -> Iterator[Callable[..., list[str]]]:
+def hub() -> Iterator[str]:
+    """Return the server's address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def ask(hub, tmp_path_factory) -> Callable[..., list[str]]:
     """Return `ask(*requests, **environment)`: results or errors of `fetched` in another process.
 
     huggingface_hub reads its environment once. A request is NAME@REVISION@, with x at the end
     if no weights are needed; a token may follow after another @.
     """
     folder = tmp_path_factory.mktemp("hub")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    given = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(folder)}
+    given = {"HF_ENDPOINT": hub, "HF_HOME": str(folder)}
     clean = {name: value for name, value in environment().items() if not name.startswith("HF_")}
 
     def call(*requests: str, **variables: str) -> list[str]:
@@ -134,9 +144,7 @@ def ask(tmp_path_factory) -> Iterator[Callable[..., list[str]]]:
         assert "Fetching" not in done.stderr and "Traceback" not in done.stderr
         return done.stdout.splitlines()
 
-    yield call
-    server.shutdown()
-    server.server_close()
+    return call
 
 
 def names(folder: str) -> set[str]:
@@ -147,6 +155,7 @@ FETCHED = ["org/torch@@x", "org/sharded@@", "org/sharded@old@", f"org/sharded@{C
 FETCHED += [
     "org/torch@@",
     "org/quantised/b.gguf@@",
+    "org/quantised/Q8/z.GGUF@@",
     "org/experts@@",
     "org/experts@@x",
     "org/partial@@x",
@@ -155,7 +164,8 @@ REFUSED = {
     "org/absent@@": "no such folder here, and no such model on the hub",
     "org/private@@": "access is restricted; accept its terms on the hub, then set HF_TOKEN",
     "org/sharded@odd@": "has no revision 'odd' on the hub",
-    "org/quantised@@": "or org/quantised/b.gguf or org/quantised/x.gguf\n",
+    "org/quantised@@": "config.json on the hub; name a file, such as org/quantised/a.gguf or ",
+    "org/quantised@@x": "or org/quantised/b.gguf or org/quantised/x.gguf\n",
     "org/adapter@@": "no model.safetensors or pytorch_model.bin on the hub; choose another\n",
     "org/quantised/c.gguf@@": "no such file on the hub",
     "./org/sharded@main@": "revision main: ./org/sharded is not a model on the hub",
@@ -169,13 +179,16 @@ def answers(ask) -> list[str]:
 
 
 def test_only_needed_files_are_fetched(ask, answers):
-    settings, sharded, old, pinned, torch, file, refused, experts, _ = answers[: len(FETCHED)]
+    settings, sharded, old, pinned, torch, file, upper, refused, experts, _ = answers[
+        : len(FETCHED)
+    ]
     assert Path(settings).name == COMMITS["main"] and settings == torch
     assert names(sharded) == names(old) == set(NEEDED) and sharded == pinned != old
     assert (Path(sharded) / SHARDS[0]).read_bytes() == b"1" * 999
     assert names(torch) == set(REPOSITORIES["org/torch"])
     assert file.endswith("b.gguf") and Path(file).read_bytes() == b"b"
-    assert names(str(Path(file).parent)) == {"b.gguf"}
+    assert names(str(Path(file).parent)) == {"b.gguf", "Q8/z.GGUF"}
+    assert Path(upper).read_bytes() == b"z" and is_gguf(Path(upper))
     assert "a mixture of experts" in refused and names(experts) == {"config.json"}
     cached = ["org/sharded@@", "org/torch@@", "org/partial@@x"]
     missing = ["org/partial@@", "org/absent@@"]
@@ -199,3 +212,27 @@ def test_a_path_goes_first(tmp_path, monkeypatch):
     assert fetched("org/sharded") == Path("org/sharded")
     assert fetched(tmp_path / "a" / "b") == tmp_path / "a" / "b"
     refuses("revision x: org/sharded is not", fetched, "org/sharded", "x")
+
+
+@pytest.mark.slow
+def test_commands_take_a_model_of_the_hub(hub, tmp_path):
+    """`plan` fetches no weights; a generation equals that of the folder, also offline."""
+    vocabulary = json.loads((embedded() / "config.json").read_text())["vocab_size"]
+    folder = add_tokenizer(make_tiny(tmp_path / "a", "llama", vocab_size=vocabulary).folder)
+    REPOSITORIES["org/real"] = {file.name: file.read_bytes() for file in folder.iterdir()}
+    known = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "hub")}
+
+    def ran(command: str, *arguments: str, **variables: str) -> str:
+        given = {"cache": tmp_path / "cache"} | known | variables
+        done = python("-m", f"infinigen_jax.{command}", *arguments, **given)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "context" in ran("plan", "--model", "org/real", "--context", "32")
+    assert not [file for file in names(known["HF_HOME"]) if "safetensors" in file]
+    request = ["--raw", "--prompt", "Once", "--max-new-tokens", "8", "--ignore-eos", "--model"]
+    local = ran("generate", *request, str(folder))
+    assert local.strip()
+    assert ran("generate", *request, "org/real", "--revision", "old") == local
+    offline = {"HF_HUB_OFFLINE": "1"}
+    assert ran("generate", *request, "org/real", "--revision", "old", **offline) == local

@@ -1,7 +1,9 @@
 """Chat: the tokens that the model reads for the messages, and the command line."""
 
 import argparse
+import copy
 import io
+import json
 import os
 import pty
 import signal
@@ -21,6 +23,7 @@ from infinigen_jax.cli import chat
 from infinigen_jax.cli.chat import COMMANDS, Talk
 from infinigen_jax.cli.dialogue import Dialogue
 from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.generation import Run
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import embedded, load
 from infinigen_jax.messages import Messages
@@ -91,6 +94,44 @@ def test_plain_text_goes_on(engine):
     text = engine.model.tokenizer.decode(conversation.tokens, skip_special_tokens=True)
     assert text == f"The king said{first}\nand the queen{second}"
     assert first == engine.generate(["The king said"], max_new_tokens=6).texts[0]
+    conversation.tokens.append(engine.model.tokenizer.eos_token_id)  # as if the text had ended
+    third = answered(dialogue, "and all")
+    expected = f"The king said{first}\nand the queen{second}\nand all"
+    assert third == engine.generate([expected], max_new_tokens=6).texts[0]
+    assert engine.model.tokenizer.decode(conversation.tokens) == f"<s>{expected}{third}"
+
+
+def test_a_token_that_takes_the_space_after_it(engine, template):
+    """Phi 3's token at the end of a turn does. Later turns have the tokens of the whole chat."""
+    model = copy.copy(engine.model)
+    data = json.loads((embedded() / "tokenizer.json").read_text())
+    for token in data["added_tokens"]:
+        token["rstrip"] = token["content"] == "</s>"
+    tokenizer = copy.copy(engine.model.tokenizer)
+    tokenizer.backend = type(tokenizer.backend).from_str(json.dumps(data))
+    vars(model)["tokenizer"] = tokenizer
+    Path(template).write_text(TEMPLATE.replace("</s>", "</s>{{ '\n\n' }}"))
+    conversation = Engine(model, policy=Full()).conversation(context=128)
+    dialogue = Dialogue(conversation, template)
+    answered(dialogue, "The king said")
+    conversation.tokens.append(tokenizer.eos_token_id)
+    said = conversation.tokens[:]
+    answered(dialogue, "And then?")
+    new = tokenizer.encode("</s>\n\n[user] And then?</s>\n\n[assistant]", False)
+    assert new == tokenizer.encode("</s>[user] And then?</s>[assistant]", False)
+    assert conversation.tokens[: len(said) + len(new) - 1] == said + new[1:]
+
+
+def test_after_a_turn_that_failed_the_chat_goes_on(engine, template, monkeypatch):
+    """The messages before it are read again, and the failed one is forgotten."""
+    chats = [Dialogue(engine.conversation(context=128), template) for _ in range(2)]
+    for dialogue in chats:
+        answered(dialogue, "The king said")
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "start", mock.Mock(side_effect=InputError("not finite")))
+        refuses("not finite", answered, chats[0], "Who?")
+    again, expected = (answered(dialogue, "And then?") for dialogue in chats)
+    assert again == expected
 
 
 def test_a_conversation_at_the_command_line(talk, template, tmp_path):

@@ -3,14 +3,15 @@
 import numpy as np
 import pytest
 
-from infinigen_jax.engine.draft_length import MOST, SIZES, DraftLength, size_of
+from infinigen_jax.engine.draft_length import MOST, SIZES, TRIED, DraftLength, size_of
 
 
 def measured(acceptance: float, step: float, verification: dict[int, float]) -> DraftLength:
     length = DraftLength(MOST)
     for size, seconds in verification.items():
         length.time_verification(size, seconds)
-    length.time_draft(1, step)
+    for _ in range(TRIED):
+        length.time_draft(1, step)
     for _ in range(100):
         length.record(10 * acceptance, 10)
     return length
@@ -50,6 +51,22 @@ def test_rejections_shorten_the_draft_and_time_without_one_lengthens_it_again():
     assert length.acceptance > 0.7
 
 
+@pytest.mark.parametrize("stalled", [0, 1, 50])
+def test_one_slow_draft_does_not_end_drafting(stalled):
+    """The machine may be busy for a moment, also during the first draft."""
+    length, verification = DraftLength(MOST), {1: 1.0, 4: 1.1, 16: 1.4}
+    for size, seconds in verification.items():
+        length.time_verification(size, seconds)
+    chosen = []
+    for number in range(100):
+        drafted = length.choose(MOST)
+        chosen.append(drafted)
+        length.time_draft(drafted, drafted * (1000.0 if number == stalled else 0.2))
+        length.time_verification(size_of(drafted), verification[size_of(drafted)])
+        length.record(0.9 * drafted, drafted)
+    assert min(chosen) >= 3
+
+
 def test_a_fixed_length_ignores_measurements():
     length = DraftLength(5, fixed=True)
     length.time_verification(16, 1.0)
@@ -60,7 +77,8 @@ def test_a_fixed_length_ignores_measurements():
 def test_in_a_changing_batch_slow_sizes_are_tried_again():
     """A verification that was slow once, next to a long text, is measured again."""
     length = DraftLength(MOST, ages=True)
-    length.time_draft(1, 0.01)
+    for _ in range(TRIED):
+        length.time_draft(1, 0.01)
     for size, seconds in {1: 1.0, 4: 1.0, 16: 10.0}.items():
         length.time_verification(size, seconds)
     tried = []
@@ -81,7 +99,8 @@ def test_a_changing_batch_rarely_tries_what_does_not_pay(acceptance):
     length = DraftLength(MOST, ages=True)
     for size, seconds in verification.items():
         length.time_verification(size, seconds)
-    length.time_draft(1, step)
+    for _ in range(TRIED):
+        length.time_draft(1, step)
     tokens = seconds = 0.0
     for _ in range(1000):
         drafted = length.choose(MOST)

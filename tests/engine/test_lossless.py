@@ -136,6 +136,20 @@ def test_an_ending_token_ends_the_answer_within_a_round():
     assert tokens_of(with_ends(perfect(), answer[end]), RAGGED[:1], LONGER) == [answer[: end + 1]]
 
 
+def test_the_rows_of_a_sequence_that_ended_are_not_read():
+    """Verifications read as many rows as the longest sequence has, and it limits the drafts."""
+    longest, other = RAGGED[:2]
+    answer, continued = tokens_of(perfect(), [longest, other], LONGER, ignore_eos=True)
+    end = next(x for i, x in enumerate(answer) if answer.index(x) == i > 4 and x not in continued)
+    run = with_ends(perfect(), end).start([longest, other], None, LONGER)
+    lengths = []
+    for _ in run.tokens():
+        if run.ended(0):
+            lengths.append((int(np.asarray(run.cache.lengths)[0]), int(run.cached[0])))
+    assert run.new_tokens[1] == continued and len(run.new_tokens[0]) < LONGER
+    assert len(lengths) > 8 and lengths[-1] == (0, 0)
+
+
 def test_a_shared_prefix_changes_nothing():
     given: dict[str, Any] = {"prefix": RAGGED[0], "ignore_eos": True}
     expected, found = (made.generate(RAGGED, None, NEW, **given) for made in pair("weights"))

@@ -6,13 +6,16 @@ import re
 import threading
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from llguidance import LLMatcher, LLParserLimits
 from serving import PROMPT, TEMPLATE, Served
 
-from infinigen_jax.server.grammar import Grammars
+from infinigen_jax.loading.load import embedded
+from infinigen_jax.server.grammar import Grammars, allowed_tokens
 from infinigen_jax.server.wire import Wire
+from infinigen_jax.text.tokenizer import load_tokenizer
 
 TOOLS: Any = [
     {
@@ -55,6 +58,23 @@ def test_answers_follow_a_schema(served: Served, sampling):
         assert content["kind"] in ("old", "new") and max(content["ages"], default=0) <= 99
         assert len(content["ages"]) <= 2 and len(content) == 3
     assert served.scheduler.late_compilations == before
+
+
+@pytest.mark.parametrize("less", [1, 40, -40])
+def test_a_tokenizer_may_have_another_size_than_the_model(less):
+    """Gemma 3's has a token for images that the model of texts lacks."""
+    tokenizer = load_tokenizer(embedded())
+    size = tokenizer.backend.get_vocab_size()
+    schema = {"type": "integer", "minimum": 1, "maximum": 3}
+    masks = []
+    for vocabulary in (size, size - less):
+        matcher = Grammars(tokenizer, vocabulary, frozenset([2])).matcher(schema)
+        mask = allowed_tokens({1: matcher}, 2, vocabulary)
+        assert mask.shape == (2, -(-vocabulary // 32)) and (mask[0] == -1).all()
+        bits = np.unpackbits(mask[1].view(np.uint8), bitorder="little")
+        masks.append(np.flatnonzero(bits[:vocabulary]).tolist())
+    assert masks[0] == masks[1]
+    assert {tokenizer.decode([token]) for token in masks[0]} == {"1", "2", "3"}
 
 
 @pytest.mark.parametrize(("kind", "name"), [(Grammars, "matcher"), (Wire, "whole")])

@@ -10,7 +10,7 @@ from gguf_files import add_setting, byte_level, sentencepiece, written
 from infinigen_jax.checkpoint.gguf_file import GgufFile
 from infinigen_jax.loading.load import embedded
 from infinigen_jax.text.gguf_tokenizer import gguf_tokenizer
-from infinigen_jax.text.tokenizer import load_tokenizer
+from infinigen_jax.text.tokenizer import encode_further, load_tokenizer
 
 TEXTS = ("The quick brown fox", "  two  spaces\n\nand 12345 digits, don't", "é😀 the", "")
 
@@ -46,6 +46,17 @@ def test_words_of_byte_level_tokenizers(pre, words, tmp_path):
     assert splitter is not None
     found = [word for word, _ in splitter.pre_tokenize_str("ab12345 c!!\n\n x")]
     assert [word.replace("Ġ", " ").replace("Ċ", "\n") for word in found] == words
+
+
+def test_text_that_goes_on_begins_without_the_space_of_a_text(tmp_path):
+    tokenizer = tokenizer_of(tmp_path, sentencepiece())
+    for text in ("the fox", " the fox", "\n the", "\n\n\u00e9", "</s>the", "  the"):
+        whole = tokenizer.encode(f"quick{text}", False)
+        assert tokenizer.encode("quick", False) + encode_further(tokenizer, text) == whole
+    assert tokenizer.encode("\nthe", False) != encode_further(tokenizer, "\nthe")
+    byte_level_one = load_tokenizer(embedded())
+    for text in (*TEXTS, "\nthe", "the", "</s>\nthe"):
+        assert encode_further(byte_level_one, text) == byte_level_one.encode(text, False)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
