@@ -2,7 +2,10 @@
 
 import ast
 import functools
+import re
 from pathlib import Path
+
+import pytest
 
 import infinigen_jax
 
@@ -48,7 +51,7 @@ def graph() -> dict[str, set[str]]:
     found = {}
     for name, file in modules().items():
         visitor = Imports(set(modules()))
-        visitor.visit(ast.parse(file.read_text()))
+        visitor.visit(tree(file))
         found[name] = visitor.names - {name}
     return found
 
@@ -60,13 +63,43 @@ def room(module: str) -> str:
     return first if (PACKAGE / first).is_dir() else f".{first}"
 
 
+@functools.cache
+def imports_of_rooms() -> dict[str, frozenset[str]]:
+    """Return the rooms, and modules at the root, that each of them imports."""
+    found: dict[str, frozenset[str]] = {}
+    for module, imported in graph().items():
+        others = {room(other) for other in imported - {"infinigen_jax"}} - {room(module)}
+        found[room(module)] = found.get(room(module), frozenset()) | others
+    return found
+
+
+def tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
 def test_every_room_has_its_place():
     rooms = {room(name) for name in graph() if name != "infinigen_jax"}
     assert rooms == set(ROOMS)
     assert len(list(PACKAGE.glob("*.py"))) <= MOST_AT_ROOT
-    for name in rooms:
-        if not name.startswith("."):
-            assert ast.get_docstring(ast.parse((PACKAGE / name / "__init__.py").read_text())), name
+
+
+@pytest.mark.parametrize("name", [name for name in ROOMS if not name.startswith(".")])
+def test_a_room_states_what_it_imports_and_where_to_start(name):
+    """Without the imports of what it names."""
+
+    @functools.cache
+    def all_of(name: str) -> frozenset[str]:
+        direct = imports_of_rooms()[name]
+        return direct.union(*map(all_of, direct))
+
+    direct = imports_of_rooms()[name]
+    highest = {x.lstrip(".") for x in direct if not any(x in all_of(other) for other in direct)}
+    text = " ".join((ast.get_docstring(tree(PACKAGE / name / "__init__.py")) or "").split())
+    stated = re.search(r"\. Imports ([\w, ]+?) and what (?:it imports|they import)[.;]", text)
+    assert (set(stated[1].split(", ")) if stated else set()) == highest
+    assert stated or "Imports nothing of the package." in text
+    start = re.search(r" Start reading at (\w+\.py)", text)
+    assert start and (PACKAGE / name / start[1]).is_file()
 
 
 def test_a_room_imports_only_those_below_it():
@@ -94,13 +127,9 @@ def test_no_module_closes_a_circle():
 
 def test_floors():
     """Rooms on the longest chain of imports."""
-    below: dict[str, set[str]] = {}
-    for module, imported in graph().items():
-        inside = below.setdefault(room(module), set())
-        inside |= {room(other) for other in imported} - {room(module)}
 
     @functools.cache
     def height(name: str) -> int:
-        return (not name.startswith(".")) + max(map(height, below[name]), default=0)
+        return (not name.startswith(".")) + max(map(height, imports_of_rooms()[name]), default=0)
 
     assert max(map(height, (name for name in ROOMS))) <= MOST_FLOORS

@@ -1,4 +1,4 @@
 """KV cache: the pinned host array, row formats, rows on the device, hot set and pool.
 
-Imports selection, cuda, ops, machine. Start reading at cache.py.
+Imports cuda, machine, settings and what they import. Start reading at cache.py.
 """

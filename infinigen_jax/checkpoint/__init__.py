@@ -1,4 +1,4 @@
 """Models on disk: safetensors, torch and GGUF files, Hugging Face layout, conversion manifest.
 
-Imports speculation, skew, models, files. Start reading at source.py.
+Imports files, models and what they import. Start reading at source.py.
 """

@@ -165,7 +165,7 @@ def open_tensors(file: GgufFile) -> dict[str, TensorSource]:
     }
     sources = {}
     layers = _layers(file, found[0])
-    columns = _neighbours_apart(file) if found[0] == "glm4" else None
+    columns = _reordered_columns(file) if found[0] == "glm4" else None
     for name, tensor in file.tensors.items():
         if name in ROPE_TENSORS or _is_drafter(name, layers):
             continue
@@ -209,7 +209,7 @@ def _is_drafter(name: str, layers: Any) -> bool:
     return number.isdecimal() and isinstance(layers, int) and int(number) >= layers
 
 
-def _neighbours_apart(file: GgufFile) -> int | None:
+def _reordered_columns(file: GgufFile) -> int | None:
     """Return how many columns of a head are reordered in GLM-4's files of models with images.
 
     The pairs of their rotation are half of these columns apart; in the model they are neighbours.

@@ -291,9 +291,9 @@ def read_tree(
     """Read the parameters of the embedding or of a layer; see `Blueprint.complete`."""
     params: Params = {}
     for path in dict.fromkeys(spec.rule.path for spec in specs):
-        joined = sorted((s for s in specs if s.rule.path == path), key=lambda spec: spec.rule.part)
-        parts = [sources[spec.name].read() for spec in joined]
-        params.setdefault(path[0], {})[path[1]] = _joined(parts, joined[0].rule.gain, dtype)
+        chosen = sorted((s for s in specs if s.rule.path == path), key=lambda spec: spec.rule.part)
+        parts = [sources[spec.name].read() for spec in chosen]
+        params.setdefault(path[0], {})[path[1]] = _joined(parts, chosen[0].rule.gain, dtype)
     return params
 
 

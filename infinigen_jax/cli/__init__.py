@@ -1,4 +1,4 @@
 """Options that command lines share, and the terminal chat.
 
-Imports engine. Start reading at options.py.
+Imports engine and what it imports. Start reading at options.py.
 """

@@ -25,7 +25,7 @@ from infinigen_jax.models import ModelConfig, Params, blueprint
 from infinigen_jax.models.forward import causal_attention
 from infinigen_jax.models.linear import project
 from infinigen_jax.skew.basis import GuessMoments, Moments, guess_moments
-from infinigen_jax.skew.positions import offsets, spread_blocks, spread_guess, spread_moments
+from infinigen_jax.skew.positions import mean_blocks, mean_guess, mean_moments, offsets
 from infinigen_jax.skew.query_correction import corrected_projection
 from infinigen_jax.skew.tail_moments import BlockMoments, block_products
 from infinigen_jax.text.tokenizer import Tokenizer, check_vocabulary
@@ -126,11 +126,11 @@ class Calibrator:
         self._layers_done += 1
         self._guesses = ()
         attention_input, source, *_ = self._seen
-        stand_in, earlier = self._before or (attention_input, attention_input)
+        stand_in, previous_input = self._before or (attention_input, attention_input)
         if self._source == "resident":
             if self._before is not None:
                 stand_in = _normed(self._config, params, stand_in)
-            self._stand_ins = stand_in, earlier
+            self._stand_ins = stand_in, previous_input
         else:
             self._stand_ins = (stand_in,)
         self._before = source, attention_input
@@ -145,8 +145,8 @@ class Calibrator:
             )
         moments = Moments(self._count, self._config.group_size, query_gram, key_gram, key_sum)
         means = BlockMoments(*(products / self._count for products in blocks))
-        self.blocks: BlockMoments = self._everywhere(spread_blocks, means, params)
-        return self._everywhere(spread_moments, moments, params)
+        self.blocks: BlockMoments = self._everywhere(mean_blocks, means, params)
+        return self._everywhere(mean_moments, moments, params)
 
     def ahead(self, params: Params) -> tuple[Params, GuessMoments]:
         """Fit the query of the layer that `layer` ran last to the previous layer's hidden state.
@@ -170,7 +170,7 @@ class Calibrator:
         self._guesses = tuple(self._guess(params, *pair) for pair in pairs)
         guesses = np.asarray(self._guesses[0])[valid]
         moments = guess_moments(guesses, queries, self._config.num_kv_heads)
-        return projections[0], self._everywhere(spread_guess, moments, params)
+        return projections[0], self._everywhere(mean_guess, moments, params)
 
     def loss(self, params: Params) -> Float[np.ndarray, "n m"]:
         """Return the relative error of sparse attention in the layer that `layer` ran last.
@@ -192,14 +192,14 @@ class Calibrator:
         with np.errstate(invalid="ignore"):
             return np.sqrt(errors / whole).astype(np.float32)
 
-    def _everywhere(self, spread: Callable[..., Any], sums: Any, params: Params) -> Any:
+    def _everywhere(self, extend: Callable[..., Any], sums: Any, params: Params) -> Any:
         """Extend sums of the layer to all positions where the text can start."""
         rope, factors = self._config.rope_of(self._layers_done - 1), []
         places = offsets(rope, self._config.max_positions, self._valid.shape[1])
         if self._config.norm_after_rotation:
             scales = (np.asarray(params[n]["scale"], np.float64) for n in ("q_norm", "k_norm"))
             factors = [np.where(scale == 0, 1.0, scale) for scale in scales]
-        return sums if places == 1 else spread(sums, rope, places, *factors)
+        return sums if places == 1 else extend(sums, rope, places, *factors)
 
     def _guess(
         self, params: Params, projection: Params, stand_in: Float[Array, "w s e"]

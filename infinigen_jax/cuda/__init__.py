@@ -10,7 +10,7 @@ NVRTC, from JAX's CUDA wheels, compiles the sources to PTX (`nvrtc`), which beco
 programs (`launch`, `calls`, `scoring`). `first_use` checks them once on a machine. The environment
 variable INFINIGEN_JAX_KERNELS turns them off (`0`) or skips the check (`unchecked`).
 
-Imports selection, ops, files, errors. Start reading at launch.py.
+Imports files, selection and what they import. Start reading at launch.py.
 """
 
 import functools

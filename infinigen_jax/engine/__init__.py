@@ -1,4 +1,4 @@
 """The engine: prompts in, tokens out; batches, conversations, memory plans, statistics.
 
-Imports loading, prefill, decode. Start reading at engine.py.
+Imports loading, prefill, sampling and what they import. Start reading at engine.py.
 """

@@ -14,5 +14,5 @@
 A sub-command is a module with SUMMARY, add_options(parser) and run(arguments, say), listed in
 `infinigen_jax.evaluate`.
 
-Imports cli, engine, loading and lower rooms. Start reading at session.py.
+Imports cli and what it imports. Start reading at session.py.
 """

@@ -1,4 +1,4 @@
 """Atomic files and folders, checked reading, and the folders of the user's cache.
 
-Imports errors. Start reading at atomic.py.
+Imports errors and what it imports. Start reading at atomic.py.
 """

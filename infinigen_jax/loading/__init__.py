@@ -1,4 +1,4 @@
 """Loading of models; a Hugging Face folder is first converted into the user's cache.
 
-Imports convert, transfer, text, checkpoint, machine, files. Start reading at load.py.
+Imports convert, speculation, transfer and what they import. Start reading at load.py.
 """

@@ -1,4 +1,4 @@
 """Machine: the JAX backend, and the memory of host and device.
 
-Imports errors. Start reading at memory_limits.py.
+Imports errors and what it imports. Start reading at memory_limits.py.
 """

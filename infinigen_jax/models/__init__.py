@@ -1,6 +1,6 @@
 """Model families: one file each, chosen by `model_type` in config.json.
 
-Imports errors, ops. Start reading at base.py.
+Imports ops, settings and what they import. Start reading at base.py.
 """
 
 import dataclasses

@@ -21,8 +21,8 @@ def join(layer: Params) -> Params:
         return layer
     rest = {name: part for name, part in layer.items() if name not in ("q", "kv")}
     parts = layer["q"], layer["kv"]
-    joined = {name: jnp.concatenate([p[name] for p in parts]) for name in layer["q"]}
-    return rest | {"qkv": joined}
+    qkv = {name: jnp.concatenate([p[name] for p in parts]) for name in layer["q"]}
+    return rest | {"qkv": qkv}
 
 
 def split(layer: Params, queries: int) -> Params:
@@ -35,9 +35,9 @@ def split(layer: Params, queries: int) -> Params:
     return rest | {"q": q, "kv": kv}
 
 
-def part_of(joined: Params, begin: int, end: int | None) -> Callable[[Array], Array]:
+def part_of(qkv: Params, begin: int, end: int | None) -> Callable[[Array], Array]:
     """Return a function that computes some columns of the joined projection.
 
     It multiplies by all columns. XLA merges the equal products of a layer into one.
     """
-    return lambda a: project(a, joined)[..., begin:end]
+    return lambda a: project(a, qkv)[..., begin:end]

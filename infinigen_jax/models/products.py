@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 FEW_ROWS = 64  # with more, computing takes longer than reading
 WRITTEN_OUT = 2  # rows up to which an unrolled sum is faster than the library
-LANES = 16  # numbers in a vector
+VECTOR = 16  # numbers in a vector
 # Terms of that sum: with fewer, adding up the vectors takes longer than reading; more take long to
 # compile.
 FEWEST_TERMS, MOST_TERMS = 16, 48
@@ -31,7 +31,7 @@ def product(
     rows, inputs = math.prod(a.shape[:-1]), a.shape[-1]
     if not 0 < rows <= FEW_ROWS or not a.dtype == weight.dtype == jnp.float32:
         return plain(a, weight)
-    vectors = inputs // LANES if inputs % LANES == 0 else 1
+    vectors = inputs // VECTOR if inputs % VECTOR == 0 else 1
     written_out = rows <= WRITTEN_OUT and most_terms(vectors) >= FEWEST_TERMS
     few = _written_out if written_out else _few_rows
     return lax.platform_dependent(a, weight, cpu=few, default=plain)
@@ -46,10 +46,10 @@ def _few_rows(a: Float[Array, "*b e"], weight: Float[Array, "f e"]) -> Float[Arr
 
 @jax.jit
 def _written_out(a: Float[Array, "*b e"], weight: Float[Array, "f e"]) -> Float[Array, "*b f"]:
-    """Multiply vectors of LANES numbers and add them, which XLA compiles to one loop."""
-    terms = most_terms(weight.shape[1] // LANES)
-    x = a.reshape(math.prod(a.shape[:-1]), 1, -1, terms, LANES)
-    vectors = weight.reshape(1, len(weight), -1, terms, LANES)
+    """Multiply vectors of VECTOR numbers and add them, which XLA compiles to one loop."""
+    terms = most_terms(weight.shape[1] // VECTOR)
+    x = a.reshape(math.prod(a.shape[:-1]), 1, -1, terms, VECTOR)
+    vectors = weight.reshape(1, len(weight), -1, terms, VECTOR)
     total = x[:, :, :, 0] * vectors[:, :, :, 0]
     for i in range(1, terms):
         total = total + x[:, :, :, i] * vectors[:, :, :, i]

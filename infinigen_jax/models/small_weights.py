@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Shaped
 from infinigen_jax.models.products import most_terms
 from infinigen_jax.settings.engine import WEIGHT_DTYPES
 
-LANES = 32  # inputs in a group
+GROUP = 32  # inputs in a group
 AT_ONCE = 2**24  # numbers made int4 at a time, because temporaries take several bytes for each
 FEW_ROWS = 16  # rows up to which `product` beats a product with the decoded matrix
 UNITS = (1.0, 1 / 16)  # of the low and the high bits of a byte, as `_decoded` returns them
@@ -93,8 +93,8 @@ def shrink_part(part: Params, dtype: str) -> Params:
 
 def _small_row(row: Float[Array, " e"], dtype: str) -> Params:
     """Return the numbers for one output of a small matrix."""
-    width = LANES * (2 if dtype == "int4" else 1)
-    groups = jnp.pad(row.astype(jnp.float32), (0, -row.size % width)).reshape(-1, LANES)
+    width = GROUP * (2 if dtype == "int4" else 1)
+    groups = jnp.pad(row.astype(jnp.float32), (0, -row.size % width)).reshape(-1, GROUP)
     if dtype == "bfloat16":
         return {"codes": lax.bitcast_convert_type(groups.astype(jnp.bfloat16), jnp.uint16)}
     if dtype == "int8":
@@ -102,7 +102,7 @@ def _small_row(row: Float[Array, " e"], dtype: str) -> Params:
         codes = jnp.round(groups / _divisor(scale)[..., None])
         return {"codes": codes.astype(jnp.int8), "scale": scale}
     codes, low, scale = _four_bits(groups)
-    pairs = codes.reshape(-1, 2, LANES)
+    pairs = codes.reshape(-1, 2, GROUP)
     return {"codes": pairs[:, 0] | (pairs[:, 1] << 4), "low": low, "scale": scale}
 
 
@@ -137,7 +137,7 @@ def rows_of(part: Params, size: int) -> Float[Array, "*f e"]:
     codes = part["codes"]
     units = UNITS if codes.dtype == jnp.uint8 else (1.0,)
     groups = jnp.stack([_decoded(codes, i) * unit for i, unit in enumerate(units)], axis=-2)
-    groups = groups.reshape(*codes.shape[:-2], -1, LANES)
+    groups = groups.reshape(*codes.shape[:-2], -1, GROUP)
     if "scale" in part:
         groups = groups * part["scale"][..., None]
     if "low" in part:
@@ -177,9 +177,9 @@ def _written_out(rows: Float[Array, "b e"], part: Params) -> Float[Array, "b f"]
     outputs, units, _ = codes.shape
     each = 2 if codes.dtype == jnp.uint8 else 1  # groups per unit
     terms = most_terms(units)
-    x = jnp.pad(rows, ((0, 0), (0, units * each * LANES - rows.shape[1])))
-    x = x.reshape(len(rows), 1, -1, terms, each, LANES)
-    codes = codes.reshape(outputs, -1, terms, LANES)
+    x = jnp.pad(rows, ((0, 0), (0, units * each * GROUP - rows.shape[1])))
+    x = x.reshape(len(rows), 1, -1, terms, each, GROUP)
+    codes = codes.reshape(outputs, -1, terms, GROUP)
     in_units = x * jnp.array(UNITS[:each], jnp.float32).reshape(1, 1, 1, 1, each, 1)
     total: Any = 0.0
     for term in range(terms):

@@ -1,4 +1,4 @@
 """Array operations independent of caches and models: attention, top-k, compaction.
 
-Imports errors. Start reading at attention.py.
+Imports nothing of the package. Start reading at attention.py.
 """

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
-LANES = 64  # pieces are a multiple of this many tokens
+MULTIPLE = 64  # pieces are a multiple of this many tokens
 STREAMS = 8  # most pieces; more streams than the hardware prefetcher follows are slower
 
 
 def summed(term: Callable[..., Array], *arrays: Shaped[Array, "..."]) -> Array:
     """Return the sum of a term over all tokens, on the last axis of the arrays.
 
-    `term` maps one piece of each array, or whole arrays unless they are a multiple of LANES.
+    `term` maps one piece of each array, or whole arrays unless they are a multiple of MULTIPLE.
     """
 
     def in_pieces(*arrays: Array) -> Array:
@@ -61,8 +61,8 @@ def _folded(
 
 
 def _pieces(tokens: int) -> int:
-    """Return the largest number of pieces of whole LANES, at most STREAMS; 1 if not whole."""
-    if tokens % LANES:
+    """Return the largest number of pieces of whole MULTIPLE, at most STREAMS; 1 if not whole."""
+    if tokens % MULTIPLE:
         return 1
-    groups = tokens // LANES
+    groups = tokens // MULTIPLE
     return max(n for n in range(1, STREAMS + 1) if groups % n == 0)

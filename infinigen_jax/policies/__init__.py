@@ -1,6 +1,8 @@
 """Policies: which cached rows a layer attends to. A policy is one file here (docs/policies.md).
 
 An entry point of the group ENTRY_POINTS, or a path, names a policy of another package.
+
+Imports speculation and what it imports. Start reading at base.py.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
 """Prefill: prompts are read in chunks, and prior rows are streamed from the host.
 
-Imports decode and the rooms below it. Start reading at prefill.py.
+Imports decode and what it imports. Start reading at prefill.py.
 """

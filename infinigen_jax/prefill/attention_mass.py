@@ -32,18 +32,18 @@ def attention_mass(
 
     def visit(number: Array, total: Array) -> Array:
         block = prior.block(number)
-        weights = _received(queries, block.keys, block.positions, cap)
+        weights = _weights_of_keys(queries, block.keys, block.positions, cap)
         previous = lax.dynamic_slice_in_dim(total, block.at, prior.size, axis=2)
         return lax.dynamic_update_slice_in_dim(total, previous + weights, block.at, axis=2)
 
     b, k = q.shape[0], keys.shape[2]
     total = jnp.zeros((b, k, prior.capacity), jnp.float32)
     total = lax.fori_loop(jnp.int32(0), prior.blocks, visit, total)
-    chunk_weights = _received(queries, keys.swapaxes(1, 2), position, cap)
+    chunk_weights = _weights_of_keys(queries, keys.swapaxes(1, 2), position, cap)
     return by_head(total, position[:, None]).add(chunk_weights, mode="drop")
 
 
-def _received(
+def _weights_of_keys(
     queries: tuple[Array, Array, Array],
     keys: Float[Array, "b k n d"],
     slots: Int[Array, "b n"],

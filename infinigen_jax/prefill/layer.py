@@ -149,7 +149,7 @@ def keep_rows(
         keys = rows[..., : decoder.config.head_dim]
         state = decoder.policy.append(policy_weights, state, keys, span)
     if observations is not None:
-        queries, received = observations
-        state = decoder.policy.observe_queries(state, queries, received, chunk)
+        queries, attention = observations
+        state = decoder.policy.observe_queries(state, queries, attention, chunk)
     host = write_span(host, number, encoded, span, decoder.mesh)
     return local, state, scales, host

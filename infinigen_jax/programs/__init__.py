@@ -1,4 +1,4 @@
 """Compiled programs stored on disk, and a count of compilations.
 
-Imports files. Start reading at program.py.
+Imports files and what it imports. Start reading at program.py.
 """

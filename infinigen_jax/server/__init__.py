@@ -1,4 +1,4 @@
-"""Server: requests by HTTP, decoded together. It uses the engine and rooms below it.
+"""Server: requests by HTTP, decoded together.
 
-Start with `scheduler.py`; `app.py` has the HTTP interface.
+Imports engine and what it imports. Start reading at scheduler.py; app.py has the HTTP interface.
 """

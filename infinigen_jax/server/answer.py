@@ -54,7 +54,7 @@ class Answer:
         self.matcher = None if job.matcher is None else job.matcher.deep_copy()
         context = job.tokens[-MOST_HELD:] if job.continues else ()
         self._stream, self._filter = TextStream(tokenizer, context), StopFilter(job.stop)
-        self._received, self._sent = 0, 0  # characters before and after the filter
+        self._pushed, self._sent = 0, 0  # characters before and after the filter
         self._scores: list[TokenScore] = []
 
     def push(self, token: int, choice: Choice | None = None) -> Piece:
@@ -64,10 +64,10 @@ class Answer:
         complete = ended or self._completes(token)
         last = complete or len(self.tokens) == self.job.most
         if choice is not None and not ended:
-            self._scores.append(TokenScore(token, choice, self._received))
+            self._scores.append(TokenScore(token, choice, self._pushed))
         piece = "" if ended else self._stream.push([token])
         piece += self._stream.finish() if last else ""
-        self._received += len(piece)
+        self._pushed += len(piece)
         text = self._filter.push(piece) + (self._filter.finish() if last else "")
         self._sent += len(text)
         if self._filter.stopped or complete:
@@ -83,6 +83,6 @@ class Answer:
     def _piece(self, text: str, finish: str | None) -> Piece:
         begun = sum(score.offset < self._sent for score in self._scores)
         # Tokens without text belong to the text before them.
-        count = len(self._scores) if self._sent == self._received else begun
+        count = len(self._scores) if self._sent == self._pushed else begun
         ready, self._scores = self._scores[:count], self._scores[count:]
         return Piece(self.number, text, tuple(ready), finish, self.tokens[-1])

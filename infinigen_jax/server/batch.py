@@ -48,7 +48,7 @@ class NewToken(NamedTuple):
 
 
 class ServedBatch(abc.ABC):
-    """Rows of a batch, their sampling and the answers in them.
+    """Sequences of a batch, their sampling and the answers in them.
 
     An answer that is alone is decoded in a batch of one, which takes over the cache that its prompt
     was read into. It moves to the whole batch when another one joins, and back when it has been

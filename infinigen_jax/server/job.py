@@ -82,14 +82,14 @@ class Intake:
     """Prompt that is read, or complete and waiting for sequences.
 
     `node` is that of the prefix cache at the end of the tokens read so far; `stored` are the nodes
-    up to it that are still to be copied. `joined` answers have a sequence.
+    up to it that are still to be copied. `admitted` answers have a sequence.
     """
 
     job: Job
     reading: Reading | None = None
     node: Node | None = None
     stored: deque[Node] = dataclasses.field(default_factory=deque)
-    joined: int = 0
+    admitted: int = 0
 
     @property
     def complete(self) -> bool:

@@ -233,13 +233,13 @@ class Scheduler:
     def _join(self) -> None:
         """Give sequences to the answers of complete prompts."""
         for intake in [intake for intake in self._intakes if intake.complete]:
-            while intake.joined < intake.job.answers:
+            while intake.admitted < intake.job.answers:
                 if (sequence := self._batch.free) is None:
                     return
-                answer = Answer(self.engine.model.tokenizer, intake.job, intake.joined)
+                answer = Answer(self.engine.model.tokenizer, intake.job, intake.admitted)
                 assert intake.reading is not None
                 self._batch.join(sequence, intake.reading, answer)
-                intake.joined += 1
+                intake.admitted += 1
             self._intakes.remove(intake)
             assert intake.reading is not None
             self._batch.reuse(intake.reading)

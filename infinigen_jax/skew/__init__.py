@@ -1,4 +1,4 @@
 """Calibration mathematics: skewed bases (section 4.2 of the paper) and query corrections.
 
-Imports models, errors. Start reading at basis.py.
+Imports models and what it imports. Start reading at basis.py.
 """

@@ -31,34 +31,34 @@ def offsets(rope: Rope | None, max_positions: int, length: int) -> int:
     return max(1, reach - length + 1)
 
 
-def spread_moments(
+def mean_moments(
     moments: Moments, rope: Rope, number: int, query: Factors = 1.0, key: Factors = 1.0
 ) -> Moments:
     """Return the mean of the moments over text positions 0 .. number - 1."""
     return moments._replace(
-        query_gram=_spread_products(moments.query_gram, rope, number, query),
-        key_gram=_spread_products(moments.key_gram, rope, number, key),
-        key_sum=_spread_sums(moments.key_sum, rope, number, key),
+        query_gram=_mean_products(moments.query_gram, rope, number, query),
+        key_gram=_mean_products(moments.key_gram, rope, number, key),
+        key_sum=_mean_sums(moments.key_sum, rope, number, key),
     )
 
 
-def spread_blocks(
+def mean_blocks(
     moments: BlockMoments, rope: Rope, number: int, query: Factors = 1.0, key: Factors = 1.0
 ) -> BlockMoments:
     """Return the mean of within-block moments over text positions; values are not rotated."""
-    keys = _spread_products(moments.key_covariance, rope, number, key)
-    turned = _spread_sums(moments.cross_covariance.swapaxes(1, 2), rope, number, key)
+    keys = _mean_products(moments.key_covariance, rope, number, key)
+    turned = _mean_sums(moments.cross_covariance.swapaxes(1, 2), rope, number, key)
     return BlockMoments(keys, turned.swapaxes(1, 2))
 
 
-def spread_guess(
+def mean_guess(
     guess: GuessMoments, rope: Rope, number: int, query: Factors = 1.0, key: Factors = 1.0
 ) -> GuessMoments:
     """Return the mean of a predicted query's moments over text positions."""
-    return GuessMoments(*(_spread_products(product, rope, number, query) for product in guess))
+    return GuessMoments(*(_mean_products(product, rope, number, query) for product in guess))
 
 
-def _spread_products(
+def _mean_products(
     products: Float[np.ndarray, "*k d d"], rope: Rope, number: int, factors: Factors
 ) -> Float[np.ndarray, "*k d d"]:
     """Return the mean over D of R_D M R_D^T, for products M = E[a^T b] of rotated vectors."""
@@ -75,7 +75,7 @@ def _spread_products(
     return np.concatenate([upper, lower], axis=-2)[..., back, :][..., back] / 2 * scale
 
 
-def _spread_sums(
+def _mean_sums(
     sums: Float[np.ndarray, "*k d"], rope: Rope, number: int, factors: Factors
 ) -> Float[np.ndarray, "*k d"]:
     """Return the mean over D of R_D s."""

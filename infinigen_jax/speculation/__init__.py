@@ -1,4 +1,4 @@
 """Speculation: predict the rows that a layer will attend to (partial query, key index, tail).
 
-Imports cache, skew, selection, models, cuda. Start reading at query.py.
+Imports cache, models and what they import. Start reading at query.py.
 """

@@ -96,9 +96,9 @@ def speculation_weights(
         basis: one of `settings.policy.BASES`.
         query: one of `settings.policy.QUERIES`. "own" needs only the arrays of the index.
         true: whether to add the map from the layer's own query to the index's coordinates, if the
-            basis changes: "own" [k, r, d], the leading rows of the inverse basis. If the index has
-            all columns, scores are then exact. Otherwise they are the part of the scores that the
-            columns explain; the columns of a balanced basis are mutually uncorrelated.
+            basis changes: "inverse" [k, r, d], the leading rows of the inverse basis. If the index
+            has all columns, scores are then exact. Otherwise they are the part of the scores that
+            the columns explain; the columns of a balanced basis are mutually uncorrelated.
     """
     config = model.config
     basis, query = choose_basis(model, basis), choose_query(model, query)
@@ -125,17 +125,17 @@ def speculation_weights(
         weights["centre"] = mean[..., :columns]
     if true and pair is not None:
         with jax.default_matmul_precision("highest"):
-            weights["own"] = _inverse(pair.key.astype(jnp.float32))[:, :columns]
+            weights["inverse"] = _inverse(pair.key.astype(jnp.float32))[:, :columns]
     if query == "own":
         return weights
-    own = split(model.params["layers"][layer], config.query_width)["q"]
+    stored = split(model.params["layers"][layer], config.query_width)["q"]
 
     def in_form(projection: Params) -> Params:
-        small = small_dtype({"q": own})
+        small = small_dtype({"q": stored})
         return projection if small is None else shrink_part(projection, small)
 
     if config.rope is None:
-        projection = projection or in_full(own, config.hidden_size, model.dtype)
+        projection = projection or in_full(stored, config.hidden_size, model.dtype)
         partial = _partial_projection(config, projection, pair, columns)
         return weights | {"partial": in_form(partial)}
     if projection is not None:
@@ -209,8 +209,8 @@ def own_query(
     missing (see `mean_score`).
     """
     query = query.astype(jnp.float32)
-    if "own" in weights:
-        return jnp.einsum("bkgd,krd->bkgr", query, weights["own"])
+    if "inverse" in weights:
+        return jnp.einsum("bkgd,krd->bkgr", query, weights["inverse"])
     return query[..., :columns]
 
 

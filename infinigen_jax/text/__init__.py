@@ -1,4 +1,4 @@
 """Tokenizers, detokenisation and chat templates; no code of a model folder runs.
 
-Imports files, errors. Start reading at tokenizer.py.
+Imports checkpoint and what it imports. Start reading at tokenizer.py.
 """

@@ -1,6 +1,6 @@
 """Transfer: move requested rows from host to device, overlapped with computation.
 
-Imports cache, selection, cuda, ops. Start reading at xla.py. Each transfer is one file.
+Imports cache, models and what they import. Start reading at xla.py. Each transfer is one file.
 
 `fetch` is traced into the step, where Python does not run between two layers. The rows that it
 returns exist once the transfer has ended; XLA runs other work meanwhile.

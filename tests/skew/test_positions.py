@@ -14,7 +14,7 @@ from runtime import random_model
 from infinigen_jax.convert.calibrate import Calibrator, windows
 from infinigen_jax.models.rope import Rope, rotate
 from infinigen_jax.skew.basis import guess_moments, moments
-from infinigen_jax.skew.positions import offsets, spread_blocks, spread_guess, spread_moments
+from infinigen_jax.skew.positions import mean_blocks, mean_guess, mean_moments, offsets
 from infinigen_jax.skew.tail_moments import BlockMoments
 
 ROPE = Rope(theta=100.0)
@@ -57,9 +57,9 @@ def test_the_closed_form_is_the_mean_over_all_places(number, size, seed, scaled)
         BlockMoments(*(np.einsum("tkd,tke->kde", k, x) for x in (k, values))) for *_, k in places
     ]
     kinds: list[tuple[Any, list[Any], tuple[str, ...]]] = [
-        (spread_moments, sums, ("query_gram", "key_gram", "key_sum")),
-        (spread_guess, guesses, ("gram", "cross")),
-        (spread_blocks, blocks, BlockMoments._fields),
+        (mean_moments, sums, ("query_gram", "key_gram", "key_sum")),
+        (mean_guess, guesses, ("gram", "cross")),
+        (mean_blocks, blocks, BlockMoments._fields),
     ]
     for spread, of_places, names in kinds:
         found = spread(of_places[0], rope, number, *factors)
@@ -96,7 +96,7 @@ def test_calibration_is_as_if_the_text_stood_everywhere(name):
     far = calibrated(ids, dataclasses.replace(config, max_positions=25), model)
     for found, wanted in zip(
         far,
-        (spread_moments(near[0], config.rope, 6), spread_guess(near[1], config.rope, 6)),
+        (mean_moments(near[0], config.rope, 6), mean_guess(near[1], config.rope, 6)),
         strict=True,
     ):
         for value, expected in zip(found, wanted, strict=True):

@@ -61,7 +61,7 @@ def test_a_narrow_index_tells_of_a_true_query_what_it_can():
     )
     columns = d // 4
     weights = speculation_weights(model, 0, columns, query="own", true=True)
-    assert weights["own"].shape == (k, columns, d)
+    assert weights["inverse"].shape == (k, columns, d)
     index = partial_keys(weights, jnp.asarray(keys, jnp.float32).swapaxes(0, 1)[None], columns)
     asked = jnp.asarray(queries[:50], jnp.float32)
     true = np.einsum("qkd,tkd->qkt", queries[:50], keys)
@@ -72,11 +72,11 @@ def test_a_narrow_index_tells_of_a_true_query_what_it_can():
         return float(np.square(scores - true).mean())
 
     np.testing.assert_allclose(
-        weights["own"], np.linalg.inv(theirs)[:, :columns], rtol=1e-4, atol=1e-4
+        weights["inverse"], np.linalg.inv(theirs)[:, :columns], rtol=1e-4, atol=1e-4
     )
-    least = error({"own": pair.query[..., :columns].mT})
+    least = error({"inverse": pair.query[..., :columns].mT})
     assert error(weights) == pytest.approx(least, rel=1e-3)
-    assert error({"own": jnp.linalg.pinv(pair.key[..., :columns])}) > 1.3 * least
+    assert error({"inverse": jnp.linalg.pinv(pair.key[..., :columns])}) > 1.3 * least
 
 
 def test_directions_that_queries_never_took_are_left_out():
@@ -91,7 +91,7 @@ def test_directions_that_queries_never_took_are_left_out():
     basis[1, :, 5] = 0
     pair = Basis(jnp.asarray(basis), jnp.asarray(basis))
     model = dataclasses.replace(model, skew="balanced", bases=(pair,) * config.num_layers)
-    own = np.asarray(speculation_weights(model, 0, d, query="own", true=True)["own"])
+    own = np.asarray(speculation_weights(model, 0, d, query="own", true=True)["inverse"])
     assert (own[0] == 0).all() and (own[1, 4:6] == 0).all()
     kept = np.arange(d) != 5
     product = own[1] @ basis[1][:, kept]
