@@ -94,6 +94,8 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
         add(f"pairs-{length}", "infinigen_jax.evaluate retrieval", f"{given} --pairs")
     windows = "--window 1280 --context 1024 --windows 16"
     add("small-weights", "benchmarks.small_weights", windows, "--text", first)
+    speed = "--context 1024 --speed 1 4 8"
+    add("small-weights-speed", "benchmarks.small_weights", speed, "--text", first)
 
     files = ("--gguf", str(options.gguf), "--text", first)
     small = "infinigen full-device llama.cpp --weight-dtype int4"
@@ -106,6 +108,7 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
         "8-int4": f"1024 4096 --systems {small} --batch 8",
         "8-int4-7680": f"7680 --systems {small} --batch 8",
         "1-bfloat16": f"{CONTEXTS} --systems infinigen llama.cpp-f16 --weight-dtype bfloat16",
+        "1-tail": f"{CONTEXTS} --systems infinigen infinigen:tail=false",
         "1-llama": f"{CONTEXTS} --systems {llama}",
         "4-llama": f"{CONTEXTS} --systems {llama} --batch 4",
         "8-llama": f"1024 4096 --systems {llama} --batch 8",
