@@ -26,7 +26,7 @@ from infinigen_jax.loading.load import Model, load
 from infinigen_jax.policies import Full, InfiniGen
 
 MODELS = ("books-llama", "tiny-llama", "tiny-opt")
-ROUNDING = 1e-3  # of logits, float32
+ROUNDING = {"float32": 1e-3, "bfloat16": 0.25}  # of logits, which are float32
 SPREAD = 64  # the prompts of a batch have lengths from the shortest to 64 tokens more
 COLUMNS = {
     "model": ("model", "{}"),
@@ -42,7 +42,7 @@ COLUMNS = {
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Compare all models and write the result; raise InputError for more than rounding errors."""
-    names = ("prompts", "tokens", "context", "batches", "budget", "window", "draft_tokens")
+    names = "dtype", "prompts", "tokens", "context", "batches", "budget", "window", "draft_tokens"
     result: dict[str, Any] = {
         "benchmark": "lossless-equality",
         "machine": machine.describe(),
@@ -50,14 +50,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "entries": [],
     }
     for name in options.models:
-        model = load(name, dtype="float32")
+        model = load(name, dtype=options.dtype)
         prompts = _prompts(model, options)
         for batch in options.batches:
             entry = _compare(model, prompts, batch, options)
             result["entries"].append({"model": Path(name).name, "batch": batch} | entry)
             write_json(options.json, result)
             note(str(result["entries"][-1]))
-    if any(x["largest_distance"] > ROUNDING for x in result["entries"]):
+    if any(x["largest_distance"] > ROUNDING[options.dtype] for x in result["entries"]):
         raise InputError(f"tokens differ by more than rounding; see {options.json}")
     return result
 
@@ -105,6 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m benchmarks.lossless_equality", description="Compare tokens.")
     add = parser.add_argument
     add("--models", nargs="+", default=list(MODELS), metavar="M")
+    add("--dtype", choices=ROUNDING, default="float32")
     add("--text", type=Path, required=True, metavar="FILE", help="text of the prompts")
     add("--prompts", type=int, default=50, help="prompts of each model (default 50)")
     add("--tokens", type=int, default=256, help="new tokens of each (default 256)")

@@ -42,6 +42,10 @@ RULES = (
     "full infinigen infinigen:alpha=5 infinigen:alpha=6 infinigen:alpha=inf "
     "infinigen:alpha=6,partial_ratio=1.0 infinigen:alpha=6,tail_tokens=32"
 )
+COLUMNS = (
+    f"full infinigen infinigen:tail_columns=0 infinigen:tail_columns=4 infinigen:tail_columns=16 "
+    f"{AHEAD} {AHEAD},tail_columns=0"
+)
 RECALL = f"full infinigen {AHEAD} quest h2o infinigen-paper"
 LOOKUPS = {1024: 3, 2048: 3, 4096: 3, 7680: 1}  # items by length, at five depths
 CONTEXTS = "1024 4096 7680"  # with the new tokens, within 8,192 positions
@@ -83,8 +87,9 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     score("others", 8192, "0.05", "full oracle quest window h2o")
     score("baselines", 8192, "0.05", "full infinigen-paper previous-query")
     score("memory", 4096, "0.05 --dense-layers 4", "full window h2o", "wiki")
-    score("settings", 4096, "0.05", SETTINGS)
-    score("rules", 4096, "0.05", RULES)
+    score("settings", 4096, "0.05", SETTINGS, "wiki")
+    score("rules", 4096, "0.05", RULES, "wiki")
+    score("columns", 4096, "0.05", COLUMNS, "wiki")
     recall = f"--budget 0.05 --window 4096 --context 3840 --windows 2 --policy {RECALL}"
     add("recall-wiki-4096", "infinigen_jax.evaluate recall", recall, "--text", first)
     for length, items in LOOKUPS.items():
@@ -126,6 +131,7 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
             arguments = f"--prompts {given} --batch {batch} --memory"
             add(f"prefill-batch-{batch}{name}", "benchmarks.prefill", arguments)
     add("startup", "benchmarks.startup", "--prompts 32 1024 4096 7680", *files)
+    chosen["conversion"] = ["benchmarks.conversion", "--model", str(options.gguf)]
     return chosen
 
 
