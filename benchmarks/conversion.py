@@ -59,13 +59,17 @@ def layer(shape: str) -> dict[str, float]:
     return record
 
 
-def main(argv: list[str] | None = None) -> int:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", type=Path, metavar="F", help="folder or GGUF file to convert")
     parser.add_argument("--json", type=Path, metavar="F")
-    chosen = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    chosen = build_parser().parse_args(argv)
     record: dict[str, Any] = {"machine": describe()}
-    if chosen.model:  # first: a child's peak starts at its parent's
+    if chosen.model:
         record[chosen.model.name] = convert(chosen.model)
     record["llama-8b layer"] = layer("llama-8b")
     print(json.dumps(record, indent=1))
