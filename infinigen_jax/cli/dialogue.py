@@ -137,9 +137,9 @@ class Dialogue:
         if ended and not fresh:
             # The template may put the answer's last token after it, maybe after a space. That token
             # may take a space after it, so both are encoded together.
-            end, *tokens = self._encode(text.lstrip(), fresh=False) or [None]
-            if end == conversation.tokens[-1]:
-                return tokens
+            tokens = self._encode(text.lstrip(), fresh=False)
+            if tokens[:1] == conversation.tokens[-1:]:
+                return tokens[1:]
         return self._encode(text, fresh=fresh)
 
     def _fitted(self, messages: list[Message], room: int) -> tuple[list[Message], list[int]]:

@@ -35,7 +35,7 @@ from infinigen_jax.machine.memory_limits import tree_bytes
 from infinigen_jax.models import Blueprint, ModelConfig, blueprint
 from infinigen_jax.models.packed import split
 from infinigen_jax.models.small_weights import shrink
-from infinigen_jax.planner.traffic import Rounds, Traffic, forecast_rounds, planned_traffic
+from infinigen_jax.planner.traffic import RoundsForecast, Traffic, forecast_rounds, planned_traffic
 from infinigen_jax.policies import Policy
 from infinigen_jax.prefill.prefill import chunk_for
 from infinigen_jax.settings.engine import EngineOptions
@@ -99,7 +99,7 @@ class Forecast:
     plan: MemoryPlan
     traffic: Traffic
     seconds: float | None
-    lossless: Rounds | None
+    lossless: RoundsForecast | None
     machine: Machine
 
     @property
@@ -272,7 +272,7 @@ class Planner:
         host_rows: int,
         copied: int,
         most: int,
-    ) -> Rounds | None:
+    ) -> RoundsForecast | None:
         """Forecast the lossless mode with drafts of up to `most` tokens.
 
         A verification reads `host_rows` bytes, all rows of the host. `copied` is the bytes of the

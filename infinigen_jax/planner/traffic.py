@@ -78,7 +78,7 @@ def planned_traffic(
 
 
 @dataclasses.dataclass(frozen=True)
-class Rounds:
+class RoundsForecast:
     """Lower bounds on the seconds per token of a sequence, without the time of computing.
 
     `drafted` tokens precede a verification; 0 if drafts do not pay. `full` is the time of decoding
@@ -90,11 +90,11 @@ class Rounds:
     full: float
 
 
-def forecast_rounds(draft: float, verification: float, most: int) -> Rounds:
+def forecast_rounds(draft: float, verification: float, most: int) -> RoundsForecast:
     """Return the best rounds for times in seconds, with a share ACCEPTED of drafts accepted."""
     length = DraftLength(most)
     length.time_draft(1, draft)
     for size in length.sizes:
         length.time_verification(size, verification)
     drafted = length.best(most)
-    return Rounds(drafted, 1 / length.rate(drafted), verification)
+    return RoundsForecast(drafted, 1 / length.rate(drafted), verification)

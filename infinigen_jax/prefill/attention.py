@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from infinigen_jax.ops.attention import MASKED, Softmax, soft_capped, start_softmax
 from infinigen_jax.prefill import cudnn_attention as fused_attention
-from infinigen_jax.prefill.prior_rows import BLOCK, NOWHERE, Attended, Block, PriorRows
+from infinigen_jax.prefill.prior_rows import BLOCK, NOWHERE, Block, ChunkAttention, PriorRows
 
 DIAGONAL_BLOCK = 512  # for the chunk's own keys; small, as blocks on the diagonal are half masked
 CPU_TILE = 1536  # most rows of a tile: queries times query heads of a KV head
@@ -33,7 +33,7 @@ def attend_chunk(
     prior: PriorRows | None = None,
     window: int | None = None,
     cap: float | None = None,
-) -> Attended:
+) -> ChunkAttention:
     """Return causal attention of a chunk, over itself and over the rows before it.
 
     Padding on the right affects only outputs at padded positions.
@@ -84,7 +84,7 @@ def _attend(
     q: Array,
     keys: Array,
     values: Array,
-) -> Attended:
+) -> ChunkAttention:
     b, c, h, d = q.shape
     k = keys.shape[2]
     tile = _tile(b, c, h, k, together)
@@ -97,7 +97,7 @@ def _attend(
     state = attend(prior, _Mask(window, cap), chunk)
     output = (state.weighted / state.total[..., None]).astype(q.dtype)
     log_sum = (state.peak + jnp.log(state.total))[..., None]
-    return Attended(_untiled(output, q.shape), _untiled(log_sum, (b, c, h, 1))[..., 0])
+    return ChunkAttention(_untiled(output, q.shape), _untiled(log_sum, (b, c, h, 1))[..., 0])
 
 
 def _tile(b: int, c: int, h: int, k: int, together: bool) -> int:

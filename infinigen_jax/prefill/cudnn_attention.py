@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float
 from infinigen_jax.cuda.first_use import OFF, SWITCH
 from infinigen_jax.errors import one_line
 from infinigen_jax.ops.attention import Softmax, join_softmax
-from infinigen_jax.prefill.prior_rows import NOWHERE, Attended, Block, PriorRows, Rows
+from infinigen_jax.prefill.prior_rows import NOWHERE, Block, ChunkAttention, PriorRows, Rows
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def attend(
     q: Float[Array, "b c h d"],
     keys: Float[Array, "b c k d"],
     values: Float[Array, "b c k d"],
-) -> Attended:
+) -> ChunkAttention:
     """Return the result of `prefill.attention.attend_chunk`."""
     q, keys, values = (x.swapaxes(1, 2) for x in (q, keys, values))
     state = _kernel(q, keys, values, causal=True, window=window)
@@ -125,7 +125,7 @@ def attend(
         state = _attend_prior(prior, window, q, state)
     output = (state.weighted / state.total[..., None]).astype(q.dtype)
     log_sum = state.peak + jnp.log(state.total)
-    return Attended(output.swapaxes(1, 2), log_sum.swapaxes(1, 2))
+    return ChunkAttention(output.swapaxes(1, 2), log_sum.swapaxes(1, 2))
 
 
 def _attend_prior(

@@ -16,9 +16,9 @@ from infinigen_jax.models.llama import Layer
 from infinigen_jax.ops.bit_storage import from_kept
 from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill.attention import attend_chunk
-from infinigen_jax.prefill.prior_rows import BLOCK, Attended, PriorRows
+from infinigen_jax.prefill.prior_rows import BLOCK, ChunkAttention, PriorRows
 
-Attend = Callable[[Array, Array, Array], Attended]  # queries, keys and values of a chunk
+Attend = Callable[[Array, Array, Array], ChunkAttention]  # queries, keys and values of a chunk
 
 
 class Done(NamedTuple):
@@ -28,7 +28,7 @@ class Done(NamedTuple):
     rows: Float[Array, "b k c w"]
     queries: Float[Array, "b c h d"]
     keys: Float[Array, "b c k d"]
-    attended: Attended
+    attended: ChunkAttention
 
 
 def chunk_layer(
@@ -44,7 +44,7 @@ def chunk_layer(
     positions = span.positions(x.shape[1])
     whole = jnp.broadcast_to((span.end if lengths is None else lengths)[:, None], positions.shape)
 
-    def attend(queries: Array, keys: Array, values: Array) -> Attended:
+    def attend(queries: Array, keys: Array, values: Array) -> ChunkAttention:
         return attend_chunk(queries, keys, values, prior, window, cap)
 
     return layer_over(layer, x, positions, whole, attend)

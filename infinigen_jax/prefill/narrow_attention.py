@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from infinigen_jax.ops.attention import MASKED, Softmax, soft_capped, start_softmax
-from infinigen_jax.prefill.prior_rows import NOWHERE, Attended, Block, PriorRows
+from infinigen_jax.prefill.prior_rows import NOWHERE, Block, ChunkAttention, PriorRows
 
 MOST_COLUMNS = 32  # of products with whole rows
 
@@ -33,7 +33,7 @@ def attend_narrow(
     window: int | None = None,
     cap: float | None = None,
     ahead: bool = False,
-) -> Attended:
+) -> ChunkAttention:
     """Return the attention of a few queries.
 
     Args:
@@ -77,7 +77,7 @@ def attend_narrow(
         state = lax.fori_loop(whole, prior.blocks, visit, state)
     output = (state.weighted / state.total[..., None]).astype(q.dtype)
     log_sum = (state.peak + jnp.log(state.total))[..., None]
-    return Attended(_ungrouped(output, c), _ungrouped(log_sum, c)[..., 0])
+    return ChunkAttention(_ungrouped(output, c), _ungrouped(log_sum, c)[..., 0])
 
 
 def _ungrouped(x: Float[Array, "b k m d"], c: int) -> Float[Array, "b c h d"]:

@@ -89,7 +89,7 @@ class Block(NamedTuple):
     at: Int[Array, ""]
 
 
-class Attended(NamedTuple):
+class ChunkAttention(NamedTuple):
     """Attention of a chunk's queries, and the log-sum-exp of their scores in float32."""
 
     output: Float[Array, "b c h d"]

@@ -29,7 +29,7 @@ from infinigen_jax.prefill.compiled import embed
 from infinigen_jax.prefill.layer import Done, device_rows, host_rows, layer_over
 from infinigen_jax.prefill.narrow_attention import Seen, attend_narrow
 from infinigen_jax.prefill.prefill import Look, RowStore, through_layers
-from infinigen_jax.prefill.prior_rows import Attended, PriorRows
+from infinigen_jax.prefill.prior_rows import ChunkAttention, PriorRows
 from infinigen_jax.transfer.host_weights import await_copy, start_next
 
 
@@ -207,7 +207,7 @@ def _layer(
     if window is not None:
         visible &= distance < window
 
-    def attend(queries: Array, keys: Array, values: Array) -> Attended:
+    def attend(queries: Array, keys: Array, values: Array) -> ChunkAttention:
         drafted = Seen(keys.swapaxes(1, 2), values.swapaxes(1, 2), visible)
         ahead = not decoder.transfer.in_place
         return attend_narrow(queries, [drafted, *near], prior, positions, window, cap, ahead)

@@ -23,7 +23,7 @@ from infinigen_jax.prefill.attention import attend_chunk
 from infinigen_jax.prefill.attention_mass import attention_mass
 from infinigen_jax.prefill.layer import device_rows
 from infinigen_jax.prefill.narrow_attention import Seen, attend_narrow
-from infinigen_jax.prefill.prior_rows import Attended, PriorRows
+from infinigen_jax.prefill.prior_rows import ChunkAttention, PriorRows
 
 TOLERANCE = 4e-6  # float32, sums over at most some hundred terms of size 1
 
@@ -54,7 +54,7 @@ def dense(q: Any, keys: Any, values: Any, window: int = 10**6) -> tuple[np.ndarr
     return output, log_sum.transpose(0, 3, 1, 2).reshape(q.shape[:3])
 
 
-def assert_close(got: Attended, expected: Iterable[Any]) -> None:
+def assert_close(got: ChunkAttention, expected: Iterable[Any]) -> None:
     for x, y in zip(got, expected, strict=True):
         np.testing.assert_allclose(x, y, atol=TOLERANCE)
 
@@ -69,7 +69,7 @@ def attend(request: Any) -> Any:
 
     def run(
         q: Any, keys: Any, values: Any, earlier: PriorRows | None = None, window: int | None = None
-    ) -> Attended:
+    ) -> ChunkAttention:
         if request.param == "by cuDNN":
             with mock.patch.object(cudnn, "dot_product_attention", stand_in):
                 return cudnn_attention.attend(earlier, window, q, keys, values)
@@ -145,7 +145,9 @@ def earlier_rows(tables: list[jax.Array], size: int, starts: Any) -> PriorRows:
 def attend_after(attend: Any) -> Any:
     """Attention of a chunk that continues the rows in some tables."""
 
-    def run(tables: Any, starts: Any, q: Any, keys: Any, values: Any, *, size: int) -> Attended:
+    def run(
+        tables: Any, starts: Any, q: Any, keys: Any, values: Any, *, size: int
+    ) -> ChunkAttention:
         return attend(q, keys, values, earlier_rows(tables, size, starts))
 
     return jax.jit(run, static_argnames="size")
