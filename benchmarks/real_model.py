@@ -130,7 +130,8 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
         for name, given in {"": "1024 4096", "-7680": "7680"}.items():
             arguments = f"--prompts {given} --batch {batch} --memory"
             add(f"prefill-batch-{batch}{name}", "benchmarks.prefill", arguments)
-    add("startup", "benchmarks.startup", "--prompts 32 1024 4096 7680", *files)
+    add("startup-peers", "benchmarks.startup", "--prompts 32 1024 4096", *files)
+    add("startup", "benchmarks.startup", "--prompts 7680", "--text", first)
     chosen["conversion"] = ["benchmarks.conversion", "--model", str(options.gguf)]
     return chosen
 

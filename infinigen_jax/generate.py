@@ -183,7 +183,7 @@ def summary(run: "Run") -> str:
     """Return a summary of two lines."""
     stats = run.stats()
     return (
-        f"{stats.policy}, {stats.schedule}: first token after {stats.prefill_seconds:.2f} s, "
+        f"{stats.policy}, {stats.schedule}: first token after {run.clock.first:.2f} s, "
         f"{stats.new_tokens} tokens{rate(run)}\n"
         f"KV cache on the host {format_bytes(stats.host_cache_bytes)}, fetched "
         f"{100 * stats.fetched_fraction:.1f} % of the cached rows "

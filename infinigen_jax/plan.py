@@ -96,9 +96,15 @@ def plan(arguments: argparse.Namespace) -> None:
         machine = this_machine(arguments)
     # A device with its own memory runs in bfloat16 by default.
     dtype = checked_dtype(arguments.dtype or ("bfloat16" if machine.separate else None))
-    planner = Planner(config, dtype, conversion_of(folder, config), policy, arguments, machine)
+    conversion = conversion_of(folder, config)
+    planner = Planner(config, dtype, conversion, policy, arguments, machine)
     advice = advise(planner, arguments.batch, arguments.context)
     print(report(advice, Path(arguments.model or folder), dtype.name, arguments))
+    if conversion.assumed and arguments.dense_layers is None and policy.dense_layers is None:
+        print(
+            f"{advice.asked.settings.dense_layers} dense layers and equal budgets are assumed; the "
+            "conversion on first use measures them"
+        )
     if output is not None:
         write_json("json", output, record(advice, policy, arguments))
 
@@ -144,7 +150,8 @@ def report(advice: "Advice", folder: Path, dtype: str, arguments: argparse.Names
         f"{folder.name}, {form}: {arguments.batch} x {arguments.context} tokens, "
         f"--policy {arguments.policy}, --dense-layers {asked.settings.dense_layers}"
     )
-    return "\n".join([title, *table(asked), *verdict(advice), *exact_tokens(asked)])
+    chosen = asked.settings.dense_layers if arguments.dense_layers is None else None
+    return "\n".join([title, *table(asked), *verdict(advice, chosen), *exact_tokens(asked)])
 
 
 def table(forecast: "Forecast") -> list[str]:
@@ -209,8 +216,8 @@ def step(forecast: "Forecast") -> list[str]:
     return [*lines, f"  {'at least':<26}{time}  without the time of computing"]
 
 
-def verdict(advice: "Advice") -> list[str]:
-    """Return the advice as sentences, one per line."""
+def verdict(advice: "Advice", chosen: int | None = None) -> list[str]:
+    """Return the advice as sentences, one per line; for `chosen` see `command_options`."""
     best, lines = advice.best, [full_cache(advice)]
     if best is None:
         most = {"tokens of context": advice.most_context, "of the sequences": advice.most_batch}
@@ -223,12 +230,12 @@ def verdict(advice: "Advice") -> list[str]:
         )
     elif best.settings == advice.asked.settings:
         label = "fits" if best.seconds is None else "recommended"
-        lines.append(f"{label}: as it is, {command_options(best)}")
+        lines.append(f"{label}: as it is, {command_options(best, chosen)}")
     else:
         label = "would fit" if best.seconds is None else "recommended"
         time = "" if best.seconds is None else f"{1e3 * best.seconds:.2f} ms a step, "
         peak = f"{format_bytes(best.device)} on the device"
-        lines.append(f"{label}: {command_options(best)}: {time}{peak}")
+        lines.append(f"{label}: {command_options(best, chosen)}: {time}{peak}")
     return lines
 
 
@@ -262,11 +269,14 @@ def full_cache(advice: "Advice") -> str:
     return f"the full cache on the device fits, but is not faster: {step}"
 
 
-def command_options(forecast: "Forecast") -> str:
-    """Return the recommended settings as options of `generate`."""
+def command_options(forecast: "Forecast", chosen: int | None = None) -> str:
+    """Return the recommended settings as options of `generate`.
+
+    The number of dense layers is left out if `generate` has `chosen` it itself.
+    """
     settings = forecast.settings
-    options = f"--dense-layers {settings.dense_layers} --hot-set {settings.hot_set:g}"
-    options += f" --rows {settings.rows}"
+    dense = "" if settings.dense_layers == chosen else f"--dense-layers {settings.dense_layers} "
+    options = f"{dense}--hot-set {settings.hot_set:g} --rows {settings.rows}"
     if settings.prefill_chunk is not None:
         options += f" --prefill-chunk {settings.prefill_chunk}"
     return options + (" --weights host" if settings.weights == "host" else "")

@@ -130,7 +130,7 @@ class Dialogue:
         """Return the tokens that the messages add to the conversation."""
         conversation = self._conversation
         ended = bool(conversation.tokens) and self._ends(conversation.tokens[-1])
-        if ended and self._plain:
+        if ended and self._plain and conversation.messages:
             conversation.reset()  # the end of a text is not part of a text that goes on
         fresh = not conversation.tokens
         text = self._text(messages, fresh=fresh)
@@ -205,7 +205,7 @@ def find_template(tokenizer: Any, name: str | None) -> str | None:
 def rate(run: "Run", before: str = ", ") -> str:
     """Return the decoding speed after the first step, which may compile; empty without any."""
     stats = run.stats()
-    if max(map(len, run.new_tokens)) <= 2 or not stats.decode_seconds:
+    if run.clock.steps <= 2 or not stats.decode_seconds:
         return ""
     return f"{before}{stats.decode_tokens_per_second:.1f} tokens/s"
 

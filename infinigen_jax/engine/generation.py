@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from infinigen_jax.decode.finite_check import refuse
 from infinigen_jax.decode.state import Counts
@@ -294,10 +294,9 @@ class Run(Batch):
         """Return whether a prompt gets no more tokens."""
         return prompt not in self.owners.owner and prompt not in self.owners.waiting
 
-    @property
-    def decode_steps(self) -> int:
-        """Number of decode steps whose tokens were read."""
-        return self.clock.decode_steps
+    def steps_read(self, kept: Bool[np.ndarray, "n b"]) -> int:
+        """Return the number of decode steps whose tokens were read; see `Owners.history`."""
+        return int(kept.any(axis=1).sum())
 
     @property
     def texts(self) -> list[str]:

@@ -148,8 +148,8 @@ class LosslessRun(Run):
         if not self._rounds.length.timed:
             self._rounds.warm_up(given, None if self._alternatives is None else self._sampler)
 
-    @property
-    def decode_steps(self) -> int:
+    def steps_read(self, kept: np.ndarray) -> int:
+        """Return the number of drafted steps."""
         return len(self.counts)
 
     def stats(self) -> LosslessStats:

@@ -34,6 +34,7 @@ class MemoryPlan:
         pool: directories of a pool.
         workspace: temporaries of prefill, of a decode step, or of the larger of the two, including
             weights on their way from host memory.
+        prefixes: a server's copies of rows of prompt prefixes, in host memory that is not pinned.
     """
 
     host_cache: int
@@ -43,11 +44,12 @@ class MemoryPlan:
     hot: int
     pool: int
     workspace: int
+    prefixes: int = 0
 
     @property
     def total(self) -> int:
         """Bytes of host and device memory."""
-        return self.host_cache + self.device
+        return self.host_cache + self.prefixes + self.device
 
     @property
     def device(self) -> int:
@@ -112,7 +114,7 @@ class Shortage(NamedTuple):
 def shortage(plan: MemoryPlan, device: Any, share: float = 1.0) -> Shortage | None:
     """Return the shortage if a plan exceeds a share of the free memory; None if it fits."""
     host = available_host_bytes() + unused_pinned_bytes(device)
-    needed = plan.host_cache + (plan.device if device.platform == "cpu" else 0)
+    needed = plan.host_cache + plan.prefixes + (plan.device if device.platform == "cpu" else 0)
     if needed > share * host:
         cache = f"(KV cache {format_bytes(plan.host_cache)})"
         text = f"{format_bytes(needed)} of host memory {cache}, and {format_bytes(host)} are"

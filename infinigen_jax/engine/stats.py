@@ -100,17 +100,19 @@ class Moved:
 class Clock:
     """Times of a run, in seconds; each call adds the time since the previous call.
 
-    `prefill` is for the first tokens, and for prompts admitted later.
+    `first` is the time to the first token; `prefill` adds the prompts admitted later.
     """
 
     def __init__(self):
         self.prefill = 0.0
+        self.first = 0.0
         self._last = time.perf_counter()
         self._steps: list[float] = []  # time until the tokens of each step were read
         self._tokens: list[int] = []  # new tokens per step, excluding those that prefill draws
 
     def read_prompts(self) -> None:
         self.prefill += self._lap()
+        self.first = self.first or self.prefill
 
     def step(self, tokens: int) -> None:
         """Record a step whose `tokens` new tokens were read."""
@@ -122,8 +124,9 @@ class Clock:
         self._steps[-1] += self._lap()
 
     @property
-    def decode_steps(self) -> int:
-        return len(self._steps[1:])
+    def steps(self) -> int:
+        """Steps whose tokens were read, also the one that follows the prompts, or rounds."""
+        return len(self._steps)
 
     def decoding(self) -> tuple[float, int]:
         """Return seconds and tokens, without the first decode step unless it is the only one."""
@@ -143,7 +146,7 @@ def stats_of(run: "Run") -> Stats:
     seconds, timed = clock.decoding()
     kept, cached = run.owners.history(steps_of)
     rows = rows_per_step(run.counts, kept)
-    transfers = run.decode_steps * run.owners.batch
+    transfers = run.steps_read(kept) * run.owners.batch
     return Stats(
         prompt_tokens=int(run.prompt_lengths.sum()),
         prompt_tokens_read=run.tokens_read,

@@ -56,16 +56,35 @@ def cache_lock(destination: Path, notify: Callable[[str], None]) -> Iterator[Non
         yield
 
 
-def cache_folder(source: Path) -> Path:
-    """Return the path of a source's conversion, named by the source's contents."""
+class UnknownHashError(Exception):
+    """The hash of a large file is not remembered."""
+
+
+def cache_folder(source: Path, *, read_large: bool = True) -> Path:
+    """Return the path of a source's conversion, named by the source's contents.
+
+    Large files whose hash is not remembered are read, or UnknownHashError is raised.
+    """
     with _writable():
         root = cache_root()
     settings = {"format": FORMAT_VERSION, "revision": REVISION, "skew": DEFAULT_SKEW}
     if is_gguf(source):  # a conversion holds the tokenizer that this module reads
         settings["tokenizer"] = file_sha256(Path(gguf_tokenizer.__file__))
-    contents = _hashes(content_files(source), root / HASHES)
+    contents = _hashes(content_files(source), root / HASHES, read_large)
     key = hashlib.sha256(json.dumps([contents, settings], sort_keys=True).encode())
     return root / key.hexdigest()[:32]
+
+
+def known_conversion(source: Path) -> Path | None:
+    """Return the path of a source's conversion if the cache has one, without reading weights.
+
+    None as well if the source lacks files, or if the hash of a large one is not remembered.
+    """
+    with contextlib.suppress(InputError, UnknownHashError):
+        folder = cache_folder(source, read_large=False)
+        if (folder / MANIFEST_FILE).exists():
+            return folder
+    return None
 
 
 def prune(root: Path, limit: int = LIMIT) -> None:
@@ -85,7 +104,7 @@ def prune(root: Path, limit: int = LIMIT) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _hashes(files: Mapping[str, Path], index: Path) -> dict[str, str]:
+def _hashes(files: Mapping[str, Path], index: Path, read_large: bool) -> dict[str, str]:
     """Return the SHA-256 of files; those of large ones are remembered in an index."""
     try:
         known = read_json(index)
@@ -100,6 +119,8 @@ def _hashes(files: Mapping[str, Path], index: Path) -> dict[str, str]:
         if isinstance(digest := known.get(name), str):
             hashes[role] = digest
             continue
+        if status.st_size >= LARGE and not read_large:
+            raise UnknownHashError
         hashes[role] = file_sha256(file)
         settled = time.time() - max(status.st_mtime, status.st_ctime) > SETTLED
         if settled and status.st_size >= LARGE:

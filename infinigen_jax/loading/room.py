@@ -38,9 +38,12 @@ def check_room(folder: Path, architecture: Blueprint, weights: str) -> int | Non
         pool = pinned_pool_limit_bytes(device)
         check("pinned memory", on_host, pool, widen_pool_to(on_host))
         layers_on_device = min(2, layers_on_device)  # layers on the device at a time
-    needed = tree_bytes(architecture.embedding_shapes) + layer * layers_on_device
-    if small_dtype(architecture.layer_shapes) is not None:  # a layer is read before it is small
-        needed += tree_bytes(blueprint(architecture.config, architecture.dtype).layer_shapes)
+    embedding = tree_bytes(architecture.embedding_shapes)
+    needed = embedding + layer * layers_on_device
+    if small_dtype(architecture.layer_shapes) is not None:  # weights are read before they are small
+        whole = blueprint(architecture.config, architecture.dtype)
+        largest = max(map(tree_bytes, whole.embedding_shapes.values()))
+        needed = max(needed + tree_bytes(whole.layer_shapes), embedding + largest)
     available = available_device_bytes(device)
     check("memory", needed, available, f"{smaller}, or `weights` host")
     return None if available is None else available - needed

@@ -30,6 +30,7 @@ from infinigen_jax.engine.memory_plan import MemoryPlan, plan_cache
 from infinigen_jax.engine.prompts import round_up_capacity
 from infinigen_jax.engine.runtime import HOT_SET, draft_form, most_drafted
 from infinigen_jax.engine.workspace import prefill_bytes, step_bytes
+from infinigen_jax.loading.conversion_cache import known_conversion
 from infinigen_jax.loading.load import Model
 from infinigen_jax.machine.memory_limits import tree_bytes
 from infinigen_jax.models import Blueprint, ModelConfig, blueprint
@@ -125,13 +126,15 @@ class Forecast:
 class Conversion(NamedTuple):
     """Properties of a model's conversion that a forecast needs.
 
-    `losses` are fields of `Model`; for `wide` see `checkpoint.source.wide_matrices`.
+    `losses` are fields of `Model`; for `wide` see `checkpoint.source.wide_matrices`. `assumed`
+    states that the model is not converted yet.
     """
 
     skew: str
     speculate_from: str = "input"
     losses: Mapping[str, np.ndarray] = types.MappingProxyType({})
     wide: frozenset[str] = frozenset()
+    assumed: bool = False
 
 
 class Planner:
@@ -253,7 +256,7 @@ class Planner:
             speculation=tree_bytes(weights.policy),
             **sizes,
             traffic=traffic,
-            seconds=self._seconds(traffic, not decoder.selecting),
+            seconds=self._seconds(traffic),
             lossless=None,
             machine=self.machine,
         )
@@ -284,9 +287,9 @@ class Planner:
         if copied:  # a small copy on the device takes the place of the layers' weights
             read = traffic.weights - tree_bytes(weights.params["layers"]) + copied
             drafting = dataclasses.replace(traffic, weights=read, brought=0)
-        draft = self._seconds(drafting, streams=False)
-        whole = dataclasses.replace(traffic, index=0, attended=host_rows, link=host_rows)
-        verification = self._seconds(whole, streams=True)
+        draft = self._seconds(drafting)
+        sizes = dict.fromkeys(("attended", "whole", "link"), host_rows)
+        verification = self._seconds(dataclasses.replace(traffic, index=0, **sizes))
         if draft is None or verification is None:
             return None
         return forecast_rounds(draft, verification, most)
@@ -296,17 +299,16 @@ class Planner:
         form = draft_form(settings, decoder, self._weights.params)
         return 0 if form is None else self._small_bytes(form)
 
-    def _seconds(self, traffic: Traffic, streams: bool) -> float | None:
-        """Return the least seconds of a step; with `streams`, attention reads whole layers."""
+    def _seconds(self, traffic: Traffic) -> float | None:
+        """Return the least seconds of a step."""
         reads, copies = self.machine.memory_bandwidth, self.machine.copy_bandwidth
         if reads is None or copies is None:
             return None
         if self.machine.separate:
             return traffic.floor_ms(reads, copies) / 1e3
         # With one memory, attention reads rows in place, one by one unless it reads whole layers.
-        rate = reads if streams else copies
-        others = traffic.memory - traffic.attended
-        return others / reads + traffic.attended / rate
+        chosen = traffic.attended - traffic.whole
+        return (traffic.memory - chosen) / reads + chosen / copies
 
 
 def model_shapes(architecture: Blueprint, conversion: Conversion) -> Any:
@@ -331,11 +333,12 @@ def model_shapes(architecture: Blueprint, conversion: Conversion) -> Any:
 
 
 def conversion_of(folder: Path, config: ModelConfig) -> Conversion:
-    """Return the properties of a folder's conversion, or those of a default conversion."""
+    """Return the properties of a source's conversion, or those assumed without one."""
     wide = wide_matrices(folder, blueprint(config, jnp.float32))
-    if not (folder / MANIFEST_FILE).exists():
-        return Conversion(DEFAULT_SKEW, DEFAULT_SOURCE, wide=wide)
-    manifest = read_manifest(folder)
-    file = SafetensorsFile(folder / SKEW_FILE)
+    made = folder if (folder / MANIFEST_FILE).exists() else known_conversion(folder)
+    if made is None:
+        return Conversion(DEFAULT_SKEW, DEFAULT_SOURCE, wide=wide, assumed=True)
+    manifest = read_manifest(made)
+    file = SafetensorsFile(made / SKEW_FILE)
     losses = {} if manifest.skew == "none" else read_loss(file, config)
     return Conversion(manifest.skew, manifest.speculate_from, losses, wide)

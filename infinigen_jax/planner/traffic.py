@@ -23,6 +23,7 @@ class Traffic:
         attended: rows of the other layers that attention reads.
         link: bytes of these rows that come from the host, in their stored format.
         brought: bytes of the weights that come from the host.
+        whole: part of `attended` of layers that attend to all of their rows.
     """
 
     weights: int
@@ -31,6 +32,7 @@ class Traffic:
     attended: int
     link: int
     brought: int = 0
+    whole: int = 0
 
     @property
     def memory(self) -> int:
@@ -64,14 +66,15 @@ def planned_traffic(
     requested = sum(decoder.request_sizes(on_host))
     stored = decoder.row_format.width * decoder.row_format.storage.itemsize
     rows = batch * config.num_kv_heads * stored
-    attended = (requested + streamed * on_host) * rows
+    chosen, whole = requested * rows, streamed * on_host * rows
     padded = decoder.padded_rows(slots)
-    link = int(attended * (1 - HIT_RATE if decoder.hot_set else 1))
+    link = whole + int(chosen * (1 - HIT_RATE if decoder.hot_set else 1))
     return Traffic(
         weights=tree_bytes((layers, head, weights.policy)),
         device_cache=plan.dense_cache * context // capacity,
         index=plan.index,
-        attended=attended,
+        attended=chosen + whole,
+        whole=whole,
         link=link if padded is None else padded * rows,
         brought=tree_bytes(list(map(in_host_memory, layers))) if decoder.weights_on_host else 0,
     )

@@ -162,9 +162,12 @@ class ServedBatch(abc.ABC):
         yield
         self.live.join(0, self._try_begin(reading))
         yield from self._try_steps(reading)
-        self._narrow(0)
-        yield from self._try_steps(reading)
-        self._widen()
+        if len(self._whole.active) > 1:
+            self.live.settle()  # so that a sequence may move, whatever the policy
+            self._narrow(0)
+            yield from self._try_steps(reading)
+            self.live.settle()
+            self._widen()
         self.leave(0)
 
     @abc.abstractmethod

@@ -1,9 +1,10 @@
 """Requests on their way through the scheduler."""
 
 import dataclasses
+import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher
@@ -59,6 +60,7 @@ class Job:
     cached_tokens: int = 0
     read_tokens: int = 0  # of the prompt, cached ones included
     new_tokens: int = 0
+    begun: int = 0  # answers with a token
     finished: int = 0
     moved: float = 0.0  # sum over steps of fetched rows over cached rows
     steps: int = 0
@@ -71,10 +73,12 @@ class Job:
         """Fetched rows over cached rows, averaged over the steps."""
         return self.moved / max(1, self.steps)
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Rate of all answers after the first token; 0 for a single token."""
-        return (self.new_tokens - 1) / (self.last - self.first) if self.last > self.first else 0.0
+
+def tokens_per_second(jobs: Sequence[Job]) -> float:
+    """Return the rate of all answers together, without each one's first token; 0 for no others."""
+    later = sum(job.new_tokens - job.begun for job in jobs)
+    seconds = max(job.last for job in jobs) - min(job.first or math.inf for job in jobs)
+    return later / seconds if later else 0.0
 
 
 @dataclasses.dataclass(eq=False)

@@ -60,8 +60,8 @@ class Limits:
         step = step_bytes(decoder, params, batch, capacity, room, plan.resident)
         for _ in range(READERS + 1):  # and the answer that is alone
             plan += plan_cache(decoder, 1, capacity)
-        plan = dataclasses.replace(plan, host_cache=plan.host_cache + prefix_bytes)
         reading = prefill_bytes(decoder, params, 1, chunk, capacity)
         remedies = Remedies(decoder, ("`context`", "`prefix_bytes`"), batch, may_pool=False)
-        check_memory(plan.at_work(max(reading, step)), engine.runtime.device, remedies)
+        plan = dataclasses.replace(plan, prefixes=prefix_bytes, workspace=max(reading, step))
+        check_memory(plan, engine.runtime.device, remedies)
         return cls(batch, context, capacity, chunk, waiting, prefix_bytes, heat_maps)

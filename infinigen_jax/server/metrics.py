@@ -5,7 +5,6 @@ import json
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from prometheus_client import (
     CollectorRegistry,
@@ -17,9 +16,7 @@ from prometheus_client import (
 )
 
 from infinigen_jax.decode.layer import Decoder
-
-if TYPE_CHECKING:
-    from infinigen_jax.server.job import Job
+from infinigen_jax.server.job import Job, tokens_per_second
 
 logger = logging.getLogger("infinigen_jax.requests")
 disable_created_metrics()
@@ -44,21 +41,29 @@ class Metrics:
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
             return Histogram(f"infinigen_{name}", text, registry=registry, buckets=buckets)
 
-        self._requests = counter("requests", "Requests by outcome", "outcome")
+        self._requests = counter("requests", "Accepted prompts by outcome", "outcome")
         self._prompt = counter("prompt_tokens", "Prompt tokens read, cached ones included")
         self._cached = counter("cached_prompt_tokens", "Prompt tokens found in the prefix cache")
         self._new = counter("new_tokens", "Tokens drawn")
         self._moved = counter("fetched_bytes", "Bytes of rows moved to the device by steps")
         self._drafted = counter("drafted_tokens", "Tokens drafted by a lossless server")
         self._accepted = counter("accepted_tokens", "Drafted tokens that the full cache confirmed")
-        self._waiting = gauge("waiting_requests", "Requests whose prompt is not complete")
-        self._running = gauge("running_answers", "Rows of the batch in use")
+        self._waiting = gauge(
+            "waiting_requests", "Prompts that are read, or wait for it or for sequences"
+        )
+        self._running = gauge("running_answers", "Sequences of the batch in use")
         self.prefix_bytes = gauge("prefix_cache_bytes", "Host bytes of the prefix cache")
         self.host_bytes = gauge("host_cache_bytes", "Host bytes of the batch's KV cache")
         self.compilations = gauge("compilations_after_warmup", "XLA compilations; 0 is expected")
-        self._first = histogram("first_token_seconds", "Time to the first token", SECONDS)
+        self._first = histogram(
+            "first_token_seconds",
+            "Time from a prompt's arrival in the queue to its first token",
+            SECONDS,
+        )
         self._between = histogram("token_seconds", "Time between two tokens of an answer", SECONDS)
-        self._whole = histogram("request_seconds", "Time of a request", SECONDS)
+        self._whole = histogram(
+            "request_seconds", "Time from a prompt's arrival in the queue to its end", SECONDS
+        )
         self._length = histogram("request_prompt_tokens", "Length of a prompt", TOKENS)
 
     def text(self) -> bytes:
@@ -82,7 +87,7 @@ class Metrics:
         self._accepted.inc(accepted)
         self.rows(rows)
 
-    def done(self, job: "Job", outcome: str) -> None:
+    def done(self, job: Job, outcome: str) -> None:
         """Count a request that ended, and log it as one line of JSON."""
         seconds = time.perf_counter() - job.arrived
         self._requests.labels(outcome).inc()
@@ -97,7 +102,7 @@ class Metrics:
             "cached_tokens": job.cached_tokens,
             "new_tokens": job.new_tokens,
             "first_token_seconds": round(job.first - job.arrived, 4) if job.first else None,
-            "tokens_per_second": round(job.tokens_per_second, 2),
+            "tokens_per_second": round(tokens_per_second([job]), 2),
             "fetched_fraction": round(job.fetched_fraction, 5),
             "seconds": round(seconds, 4),
         }

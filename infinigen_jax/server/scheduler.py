@@ -260,6 +260,7 @@ class Scheduler:
     def _send(self, sequence: int, answer: Answer, piece: Piece) -> None:
         now, job = time.perf_counter(), answer.job
         job.new_tokens += 1
+        job.begun += not answer.last
         self._metrics.token(now - (answer.last or job.arrived), first=not answer.last)
         job.first, job.last, answer.last = job.first or now, now, now
         if piece.finish is not None:

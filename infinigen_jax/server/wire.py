@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from infinigen_jax.server.answer import Piece, TokenScore
-from infinigen_jax.server.job import Job
+from infinigen_jax.server.job import Job, tokens_per_second
 from infinigen_jax.server.protocol import ChatCompletion, Completion, Generating
 
 
@@ -201,6 +201,6 @@ def usage(jobs: list[Job]) -> dict[str, Any]:
         },
         "infinigen": {
             "fetched_fraction": sum(job.fetched_fraction for job in jobs) / len(jobs),
-            "tokens_per_second": sum(job.tokens_per_second for job in jobs),
+            "tokens_per_second": tokens_per_second(jobs),
         },
     }

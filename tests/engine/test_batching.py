@@ -9,7 +9,7 @@ from infinigen_jax.engine import memory_plan as planning
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.prompts import FILLED
 from infinigen_jax.errors import InputError
-from infinigen_jax.policies.quest import Quest
+from infinigen_jax.policies import Full, Quest
 
 PROMPTS = [numbers(n) for n in (37, 5, 21, 9, 50, 3, 12)]
 
@@ -44,6 +44,11 @@ def test_a_prompt_that_ends_with_its_first_token():
     got = made.generate(PROMPTS, max_new_tokens=1, batch=2)
     assert got.tokens == expected
     assert got.stats.fetched_fraction == 0 and got.stats.new_tokens == len(PROMPTS)
+    full = engine("one", Full(window=4))
+    prompts = (PROMPTS, 1), (PROMPTS[:1], 2), (PROMPTS[:1] * 3, 2)
+    stats = [full.generate(given, max_new_tokens=n, batch=1).stats for given, n in prompts]
+    none, single, several = (each.host_to_device_bytes_per_token for each in stats)
+    assert none == 0 < single == several
     stopping = with_ends(made, expected[0][0])
     assert tokens_of(stopping, PROMPTS, batch=1) == alone(stopping)
 

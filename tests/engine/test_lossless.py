@@ -26,6 +26,7 @@ from runtime import (
 )
 from tiny import Letters, logits_of
 
+from infinigen_jax.cli.dialogue import rate
 from infinigen_jax.engine.draft_length import MOST
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.lossless import LosslessRun, LosslessStats
@@ -113,6 +114,8 @@ def test_a_perfect_draft_is_accepted_whole():
     _, stats = stats_of(perfect(), RAGGED[:1], None, 1 + 3 * 4)
     assert (stats.acceptance_rate, stats.tokens_per_verification) == (1.0, 4.0)
     assert stats.draft_tokens == 3
+    # A rate leaves out the first round, which compiles.
+    assert [bool(rate(finished(perfect(), RAGGED[:1], 1 + 4 * n))) for n in (1, 2)] == [False, True]
 
 
 def test_a_finished_run_is_freed_immediately():
@@ -209,11 +212,12 @@ def test_the_cache_is_the_full_cache():
 
 
 @pytest.mark.slow
-def test_sampling_has_the_distribution_of_the_full_model():
+@pytest.mark.parametrize("prompt", [RAGGED[0][:12], RAGGED[1], RAGGED[2]], ids=len)
+def test_sampling_has_the_distribution_of_the_full_model(prompt):
     """A chi-square test over 1,000 draws per seed of three tokens after a prompt."""
     batch, length, kept, seeds = 1000, 3, 3, 20
     warm = Sampling(temperature=1.5, top_k=kept)
-    prompt, model = RAGGED[0][:12], random_model("one")
+    model = random_model("one")
     made = engine("one", POOR, lossless=True, draft_tokens=2)
     counts: dict[tuple[int, ...], int] = {}
     rates = []

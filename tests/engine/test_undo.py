@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies
+from hypothesis import example, given, settings, strategies
 from runtime import RAGGED, SPARSE, TAILED, engine, padded, slow_except
 
 from infinigen_jax.cache.cache import Cache
@@ -34,6 +34,11 @@ POLICIES: dict[str, tuple[str, Any, dict[str, Any]]] = {
 MARKED = slow_except(POLICIES, "tail", "h2o")
 TOKENS = strategies.lists(strategies.integers(0, 95), min_size=3 * SIZE, max_size=3 * SIZE)
 ACCEPTED = strategies.tuples(*[strategies.integers(0, SIZE)] * len(RAGGED))
+# Each sequence accepts every number of tokens once.
+EVERY = [
+    (i % (WINDOW + 1), [(7 * i + j) % 96 for j in range(3 * SIZE)], (i, SIZE - i, 2 * i % 9))
+    for i in range(SIZE + 1)
+]
 ROUND = strategies.tuples(strategies.integers(0, WINDOW), TOKENS, ACCEPTED)
 
 
@@ -105,6 +110,7 @@ def check_hot_sets(cache: Cache) -> None:
 @pytest.mark.parametrize("name", MARKED)
 def test_rejected_drafts_leave_no_trace(name):
     @settings(max_examples=6)
+    @example(EVERY)
     @given(strategies.lists(ROUND, min_size=1, max_size=4))
     def check(rounds: list[Any]) -> None:
         drafting, plain = read(name), read(name)

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from tiny import TEXT, add_tokenizer, logits_of, make_tiny, only, refuses
 
 from infinigen_jax import evaluate, generate, plan
+from infinigen_jax.checkpoint.source import read_config
 from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.errors import InputError
 from infinigen_jax.files.user_cache import keep_programs
@@ -21,6 +22,7 @@ from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.loading import room
 from infinigen_jax.loading.conversion_cache import HASHES, cache_folder, cache_lock, prune
 from infinigen_jax.models.packed import split
+from infinigen_jax.planner.forecast import conversion_of
 from infinigen_jax.text import gguf_tokenizer
 from infinigen_jax.transfer.host_weights import STAYS
 
@@ -274,6 +276,25 @@ def test_hashes_of_large_files_are_remembered(tmp_path, monkeypatch):
     cache_folder(tmp_path)
     cache_folder(tmp_path)
     assert len(hashed) == 7
+
+
+def test_a_plan_uses_a_conversion_in_the_cache(tiny, tmp_path, monkeypatch):
+    """Without reading weights: the hash of a large file has to be remembered."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = add_tokenizer(tiny("llama", vocab_size=1024).folder)
+    config = read_config(folder)[1]
+    assert conversion_of(folder, config).assumed
+    model, found = checkpoint.load(folder), conversion_of(folder, config)
+    assert not found.assumed and found.losses
+    for name, values in found.losses.items():
+        np.testing.assert_array_equal(values, getattr(model, name))
+    monkeypatch.setattr("infinigen_jax.loading.conversion_cache.LARGE", 1)
+    assert conversion_of(folder, config).assumed
+    monkeypatch.setattr("infinigen_jax.loading.conversion_cache.SETTLED", -1)
+    cache_folder(folder)
+    assert not conversion_of(folder, config).assumed
+    (folder / "model.safetensors").unlink()  # as on the hub, before weights are downloaded
+    assert conversion_of(folder, config).assumed
 
 
 def test_conversions_used_least_recently_are_removed(tmp_path):

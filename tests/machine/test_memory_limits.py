@@ -118,6 +118,11 @@ def test_what_does_not_fit_is_refused_with_what_to_lower(monkeypatch):
         return refuses("memory", check_memory, MemoryPlan(**sizes), device, remedies)
 
     monkeypatch.setenv(PINNED_POOL_VARIABLE, "80")
+    # Copies of prefixes are not pinned.
+    assert "110.0 GiB of host memory" in refusal(host_cache=70 * GIB, prefixes=40 * GIB)
+    sizes = {field.name: 0 for field in dataclasses.fields(MemoryPlan)}
+    sizes |= {"host_cache": 70 * GIB, "prefixes": 20 * GIB}
+    check_memory(MemoryPlan(**sizes), device, remedies)
     assert "120.0 GiB of host memory" in (message := refusal(host_cache=120 * GIB))
     assert message.endswith(
         "100.0 GiB are available: lower the prompt length, `max_new_tokens` or `batch`, "
@@ -224,13 +229,17 @@ def test_weights_that_the_host_has_no_room_for(monkeypatch, tmp_path):
     room.check_room(tmp_path, shapes, "device")
 
 
+@pytest.mark.parametrize("vocabulary", [96, 96000])
 @pytest.mark.parametrize("weight_dtype", [None, "int8"])
-def test_a_layer_is_read_before_it_is_small(monkeypatch, tmp_path, weight_dtype):
-    config = random_model("gqa").config
+def test_a_matrix_is_read_before_it_is_small(monkeypatch, tmp_path, weight_dtype, vocabulary):
+    """A layer, or the embedding, which is read first and may be larger than all layers."""
+    config = dataclasses.replace(random_model("gqa").config, vocab_size=vocabulary)
     read, kept = blueprint(config, "float32"), blueprint(config, "float32", weight_dtype)
     needed = tree_bytes((kept.embedding_shapes, [kept.layer_shapes] * config.num_layers))
     if weight_dtype is not None:
-        needed += tree_bytes(read.layer_shapes)
+        whole = tree_bytes(kept.embedding_shapes) + tree_bytes(read.embedding_shapes["tokens"])
+        needed = max(needed + tree_bytes(read.layer_shapes), whole)
+        assert (needed == whole) is (vocabulary > 96)
     monkeypatch.setattr(room, "available_device_bytes", lambda device: needed)
     assert room.check_room(tmp_path, kept, "device") == 0
     monkeypatch.setattr(room, "available_device_bytes", lambda device: needed - 1)

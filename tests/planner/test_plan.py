@@ -23,7 +23,7 @@ from infinigen_jax.machine.memory_limits import available_host_bytes, tree_bytes
 from infinigen_jax.messages import format_bytes
 from infinigen_jax.planner import advice, bandwidths
 from infinigen_jax.planner.forecast import Forecast, Machine, Planner, conversion_of
-from infinigen_jax.planner.traffic import ACCEPTED
+from infinigen_jax.planner.traffic import ACCEPTED, HIT_RATE
 
 GIB = 1 << 30
 HERE = Machine(None, 64 * GIB, 1e10, 2e9)
@@ -194,6 +194,18 @@ def test_drafts_have_a_copy_of_the_weights(folder):
         assert format_bytes(drafting.drafts) in line
 
 
+def test_layers_that_attend_to_all_rows_find_none_on_the_device(folder):
+    """The hot set holds selected rows only."""
+    options = ("--dense-layers=0", "--transfer=cuda")
+    full = forecast(folder, LARGE_GPU, *options, "--policy=full", context=65536)
+    policy = "--policy=infinigen:streamed_layers=1"
+    some = forecast(folder, LARGE_GPU, *options, policy, context=65536).traffic
+    layers = full.plan.host_cache // some.whole
+    assert some.whole * layers == pytest.approx(full.traffic.link, rel=0.01)
+    chosen = some.attended - some.whole
+    assert chosen > 0 and some.link == some.whole + int(chosen * (1 - HIT_RATE))
+
+
 def test_lossless_is_forecast_where_a_link_carries_the_cache(folder):
     """A round moves the full cache once; in one fast memory, only small weights make drafts pay."""
 
@@ -334,7 +346,8 @@ def test_bytes_need_no_bandwidths(planned, tmp_path, option):
     (line,) = [line for line in text.splitlines() if line.startswith("times are left out")]
     for other in ("--device-bandwidth", "--copy-bandwidth"):
         assert (other in line) == (other != option)
-    assert "at the peak" in text and "fits: as it is, --dense-layers 2" in text
+    assert "at the peak" in text and "fits: as it is, --hot-set 2 --rows auto" in text
+    assert "2 dense layers and equal budgets are assumed" in text
     assert "full cache on the device fits: --dense-layers 32" in text
     record = json.loads(out.read_text())
     asked = record["asked"]
@@ -349,7 +362,7 @@ def test_what_fits_without_bandwidths(planned):
     """The nearest settings that fit; else the largest batch and context that would."""
     text = planned("--device-memory", "21.7")
     assert "too much" in text
-    assert "would fit: --dense-layers 2 --hot-set 0 --rows auto: " in text
+    assert "would fit: --hot-set 0 --rows auto: " in text
     text = planned("--batch", "9", "--device-memory", "15.5")
     assert re.search(r"nothing fits: at most \d+ tokens of context or [1-8] of the sequences", text)
     assert " ms" not in text

@@ -107,11 +107,15 @@ def engine_of(model: Model, policy: Policy, **settings: Any) -> Engine:
 
 @contextlib.contextmanager
 def serving(
-    waiting: int = 64, prefix_bytes: int = 1 << 24, engine: Engine | None = None, **service: Any
+    waiting: int = 64,
+    prefix_bytes: int = 1 << 24,
+    engine: Engine | None = None,
+    batch: int = ROWS,
+    **service: Any,
 ) -> Iterator[Served]:
     """Run a server, once it is ready, and end it."""
     engine = engine or small_engine()
-    limits = Limits.of(engine, ROWS, CONTEXT, waiting, prefix_bytes)
+    limits = Limits.of(engine, batch, CONTEXT, waiting, prefix_bytes)
     scheduler = Scheduler(engine, limits)
     made = Service("small", drain_seconds=2, **service)
     server = uvicorn.Server(http_config(create_app(scheduler, made), made))

@@ -9,7 +9,7 @@ from tiny import Letters
 
 from infinigen_jax.engine.results import Choice
 from infinigen_jax.server.answer import Answer, Piece, TokenScore
-from infinigen_jax.server.job import Job
+from infinigen_jax.server.job import Job, tokens_per_second
 from infinigen_jax.server.protocol import Completion
 from infinigen_jax.server.wire import CompletionWire
 from infinigen_jax.settings.sampling import Sampling
@@ -52,10 +52,22 @@ def test_log_probabilities_by_text():
     top = [(32, -1.0), (200, -2.0), (201, -5.0)]
     scores = TokenScore(32, Choice(-1.0, top), 0), TokenScore(66, Choice(-9.0, top), 1)
     wire.add(0, Piece(0, " B", scores, "stop"))
-    numbers = {"new_tokens": 1, "cached_tokens": 0, "fetched_fraction": 0, "tokens_per_second": 0}
-    job: Any = SimpleNamespace(tokens=[97], **numbers)
+    numbers = {"new_tokens": 1, "begun": 1, "first": 5.0, "last": 5.0}
+    job: Any = SimpleNamespace(tokens=[97], cached_tokens=0, fetched_fraction=0, **numbers)
     (choice,) = wire.whole([job])["choices"]
     assert choice["logprobs"]["tokens"] == [" ", "B"]
     first, second = (list(top.items()) for top in choice["logprobs"]["top_logprobs"])
     assert first == [(" ", -1.0), ("\ufffd", -2.0)]
     assert second == [*first, ("B", -9.0)]
+
+
+def test_a_rate_is_of_the_tokens_after_the_first_of_each_answer():
+    def rate(*jobs: tuple[float, float, int, int]) -> float:
+        names = ("first", "last", "new_tokens", "begun")
+        made: Any = [SimpleNamespace(**dict(zip(names, job, strict=True))) for job in jobs]
+        return tokens_per_second(made)
+
+    assert rate((0.0, 0.0, 0, 0)) == rate((1.0, 1.001, 8, 8)) == 0  # eight answers of one token
+    assert rate((1.0, 2.0, 16, 8)) == 8
+    assert rate((1.0, 2.0, 31, 1), (3.0, 4.0, 31, 1)) == 20  # one after the other
+    assert rate((1.0, 3.0, 31, 1), (1.0, 3.0, 31, 1), (0.0, 0.0, 0, 0)) == 30

@@ -175,7 +175,7 @@ def test_many_requests(server: Served):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "settings"),
-    [(SPARSE, {"rows": "int8", "hot_set": 1.5}), (Quest(budget=0.3, window=4), {})],
+    [(SPARSE, {"rows": "int8", "hot_set": 1.5}), (Quest(budget=0.3, window=6), {})],
     ids=["int8", "pages"],
 )
 def test_many_requests_of_other_kinds(served: Served, policy: Policy, settings: dict[str, Any]):

@@ -1,7 +1,9 @@
 """Requests that the server refuses, reports and survives, by plain HTTP."""
 
+import concurrent.futures
 import contextlib
 import datetime
+import functools
 import json
 import logging
 import socket
@@ -32,9 +34,9 @@ KEY = {"Authorization": "Bearer secret"}
 
 @pytest.fixture(scope="module")
 def strict(served: Served) -> Iterator[Served]:
-    """A server with a key and an origin."""
+    """A server with a key and an origin, and room for one sequence."""
     settings: dict[str, Any] = {"api_key": "secret", "origins": ("http://friend",)}
-    with serving(prefix_bytes=0, **settings) as server:
+    with serving(prefix_bytes=0, batch=1, **settings) as server:
         yield server
 
 
@@ -143,6 +145,16 @@ def test_api_key(strict: Served):
     for key in (KEY, {"Authorization": "bearer  secret"}):
         assert strict.request("POST", "/v1/completions", BODY, key)[0] == 200
     assert strict.request("GET", "/health")[0] == strict.request("GET", "/")[0] == 200
+
+
+def test_one_sequence_at_a_time(strict: Served, served: Served):
+    bodies = [BODY | {"n": n, "max_tokens": 12, "temperature": 0} for n in (1, 2, 1)]
+    text = served.expected([BODY["prompt"]], max_new_tokens=12).texts[0]
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        request = functools.partial(strict.request, "POST", "/v1/completions", headers=KEY)
+        for status, _, content in pool.map(request, bodies):
+            assert status == 200, content
+            assert {choice["text"] for choice in content["choices"]} == {text}
 
 
 def test_origins(strict: Served, served: Served):

@@ -74,6 +74,7 @@ async function send(text) {
   show("user", text);
   const box = show("assistant");
   const started = performance.now();
+  $("rates").textContent = "";
   let answer = "";
   let first = 0;
   let count = 0;
