@@ -13,24 +13,16 @@ All measurements take hours on two cores; --only chooses some. Speed needs `xlla
 
 import argparse
 import inspect
-import pydoc
 import sys
-import tarfile
 import tokenize
-import typing
-import unittest.mock
-from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 from benchmarks.files import RESULTS, note
 from benchmarks.quality import call
 from infinigen_jax.errors import InputError, Parser, run_command
 
-SCORED = 512  # tokens scored at the end of each window
-MANY = 32  # windows, for a small standard error of InfiniGen's perplexity
-SOURCE = (argparse, inspect, tokenize)  # about 58,000 tokens
-LONGER = (*SOURCE, typing, pydoc, tarfile, unittest.mock)  # about 160,000 tokens
+SCORED, FEWER = 512, 256  # tokens scored at the end of each window
+MANY = 24  # windows, for a small standard error of InfiniGen's perplexity
 AHEAD = "infinigen:query=corrected"  # selects a layer ahead, the default on a GPU
 POLICIES = f"full infinigen {AHEAD} oracle quest"
 OTHERS = "window h2o infinigen-paper previous-query"  # much worse: with one length
@@ -42,10 +34,8 @@ RULES = (
     "full infinigen infinigen:alpha=5 infinigen:alpha=6 infinigen:alpha=inf "
     "infinigen:alpha=6,partial_ratio=1.0 infinigen:alpha=6,tail_tokens=32"
 )
-COLUMNS = (
-    f"full infinigen infinigen:tail_columns=0 infinigen:tail_columns=4 infinigen:tail_columns=16 "
-    f"{AHEAD} {AHEAD},tail_columns=0"
-)
+COLUMNS = "full infinigen infinigen:tail_columns=4 infinigen:tail_columns=16"
+NO_COLUMNS = f"full infinigen:tail_columns=0 {AHEAD} {AHEAD},tail_columns=0"
 RECALL = f"full infinigen {AHEAD} quest h2o infinigen-paper"
 LOOKUPS = {1024: 3, 2048: 3, 4096: 3, 7680: 1}  # items by length, at five depths
 CONTEXTS = "1024 4096 7680"  # with the new tokens, within 8,192 positions
@@ -56,7 +46,6 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     """Return the command of each measurement, without Python itself and the result file."""
     texts: dict[str, Path] = dict(zip(("wiki", "book"), options.texts, strict=False))
     texts["python"] = options.out / "python-source.txt"
-    longer = texts | {"python": options.out / "python-source-long.txt"}
     first = str(options.texts[0])
     chosen: dict[str, list[str]] = {}
 
@@ -64,22 +53,28 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
         given = [*program.split(), "--model", options.model, *files]
         chosen[name] = [*given, *arguments.split()]
 
-    def score(name: str, length: int, budgets: str, policies: str, *of: str) -> None:
-        many = name == "many"
-        windows = MANY if many else options.windows
+    def score(
+        name: str,
+        length: int,
+        budgets: str,
+        policies: str,
+        *of: str,
+        windows: int = options.windows,
+        scored: int = SCORED,
+    ) -> None:
         for text in of or texts:
             more = OTHERS if (name, length) == ("policies", 4096) else ""
-            size = f"--window {length} --windows {windows} --context {length - SCORED}"
+            size = f"--window {length} --windows {windows} --context {length - scored}"
             add(
                 f"{name}-{text}-{length}",
                 "infinigen_jax.evaluate perplexity",
                 f"{size} --budget {budgets} --policy {policies} {more}",
-                *("--text", str((longer if many else texts)[text])),
+                *("--text", str(texts[text])),
             )
 
     score("policies", 4096, "0.05", POLICIES)
     score("policies", 2048, "0.05", POLICIES)
-    score("many", 4096, "0.05 0.1", "full infinigen")
+    score("many", 4096, "0.05", "full infinigen", "wiki", windows=MANY)
     score("length", 8192, "0.05 0.1", "full infinigen")
     score("budgets", 4096, "0.02 0.1", "full infinigen")
     score("others", 4096, "0.02 0.1", "full oracle quest window h2o")
@@ -87,9 +82,10 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     score("others", 8192, "0.05", "full oracle quest window h2o")
     score("baselines", 8192, "0.05", "full infinigen-paper previous-query")
     score("memory", 4096, "0.05 --dense-layers 4", "full window h2o", "wiki")
-    score("settings", 4096, "0.05", SETTINGS, "wiki")
+    score("settings", 4096, "0.05", SETTINGS, "wiki", scored=FEWER)
     score("rules", 4096, "0.05", RULES, "wiki")
-    score("columns", 4096, "0.05", COLUMNS, "wiki")
+    score("columns", 4096, "0.05", COLUMNS, "wiki", scored=FEWER)
+    score("no-columns", 4096, "0.05", NO_COLUMNS, "wiki", scored=FEWER)
     recall = f"--budget 0.05 --window 4096 --context 3840 --windows 2 --policy {RECALL}"
     add("recall-wiki-4096", "infinigen_jax.evaluate recall", recall, "--text", first)
     for length, items in LOOKUPS.items():
@@ -126,19 +122,18 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
         arguments = f"--trace-steps 0 --contexts {given}"
         add(f"decode-batch-{name}", "benchmarks.decode", arguments, *files)
     add("prefill", "benchmarks.prefill", f"--prompts {CONTEXTS}")
-    for batch in (4, 8):
-        for name, given in {"": "1024 4096", "-7680": "7680"}.items():
-            arguments = f"--prompts {given} --batch {batch} --memory"
-            add(f"prefill-batch-{batch}{name}", "benchmarks.prefill", arguments)
+    for name, given in {"4": "1024 4096", "4-7680": "7680", "8": "1024 4096"}.items():
+        arguments = f"--prompts {given} --batch {name[0]} --memory"
+        add(f"prefill-batch-{name}", "benchmarks.prefill", arguments)
     add("startup-peers", "benchmarks.startup", "--prompts 32 1024 4096", *files)
     add("startup", "benchmarks.startup", "--prompts 7680", "--text", first)
-    chosen["conversion"] = ["benchmarks.conversion", "--model", str(options.gguf)]
     return chosen
 
 
-def python_source(path: Path, modules: Sequence[ModuleType]) -> None:
-    """Write the source of modules of the standard library."""
+def python_source(path: Path) -> None:
+    """Write the source of some modules of the standard library, about 58,000 tokens."""
     if not path.exists():
+        modules = (argparse, inspect, tokenize)
         path.write_text("\n".join(inspect.getsource(module) for module in modules))
 
 
@@ -165,8 +160,7 @@ def main(argv: list[str] | None = None) -> int:
 def measure(options: argparse.Namespace) -> None:
     """Run all requested measurements without a result; raise InputError if unknown or failed."""
     options.out.mkdir(parents=True, exist_ok=True)
-    python_source(options.out / "python-source.txt", SOURCE)
-    python_source(options.out / "python-source-long.txt", LONGER)
+    python_source(options.out / "python-source.txt")
     known = commands(options)
     for name in options.only or known:
         if name not in known:

@@ -46,12 +46,17 @@ def build_parser() -> argparse.ArgumentParser:
     add_window_options(parser)
     add("--batch", type=int, default=8, metavar="B", help="windows per batch (default 8)")
     add("--speed", type=int, nargs="+", metavar="B", help="decode in these batches instead")
-    add("--json", type=Path, default=RESULTS / "small-weights.json", help="result file")
+    add("--json", type=Path, help="result file (default: in benchmarks/results)")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = build_parser().parse_args(argv)
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    if options.speed and options.context is None:
+        parser.error("--speed: give --context, the tokens before those that are timed")
+    name = "small-weights-speed.json" if options.speed else "small-weights.json"
+    options.json = options.json or RESULTS / name
     return run_command(lambda: time_decoding(options) if options.speed else measure(options))
 
 

@@ -4,10 +4,11 @@
     python -m benchmarks.startup --model DIR --text F --prompts 32 7680 --gguf FILE
 
 The first one writes and converts a random model in LLaMA's shape (d 576, 9 query and 3 KV heads of
-64). The second one takes a converted model to its first token, and measures peak memory as well;
-with its GGUF file also of llama.cpp, which has no cold start.
-Each run is a separate process: `cold` begins with an empty cache of programs, `warm` with the cache
-of an earlier run. Processor seconds hardly depend on what else the machine does.
+64). The second one takes a converted model to its first token, and with its GGUF file llama.cpp as
+well, which has no cold start.
+Each run is a separate process, whose peak memory is measured, too: `cold` begins with an empty
+cache of programs, `warm` with the cache of an earlier run. Processor seconds hardly depend on what
+else the machine does.
 """
 
 import argparse

@@ -46,12 +46,11 @@ def fetched(name: str | Path, revision: str | None = None, weights: bool = True)
 
             return Path(huggingface_hub.hf_hub_download(model, file[1:], revision=revision))
     folder = _snapshot(model, revision, *SETTINGS)
-    absent = f"{SAFETENSORS} or {TORCH}"
-    if not (folder / "config.json").exists():
-        absent = "config.json"
-    elif not weights:
-        return folder
-    else:
+    absent = "config.json"
+    if (folder / absent).exists():
+        if not weights:
+            return folder
+        absent = f"{SAFETENSORS} or {TORCH}"
         read_config(folder)  # refuse an unsupported model before its weights are downloaded
         for single in (SAFETENSORS, TORCH):
             index = f"{single}.index.json"

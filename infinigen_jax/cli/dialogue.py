@@ -74,7 +74,10 @@ class Dialogue:
         In a full context the oldest turns are dropped first. By default an answer may fill the
         context.
         """
-        conversation = self._conversation
+        conversation, said = self._conversation, self._conversation.tokens
+        begins = not conversation.unfinished
+        if begins and self._plain and conversation.messages and self._ended(said):
+            conversation.reset()  # the end of a text is not part of a text that goes on
         most = max_new_tokens or conversation.context
         asked = [*conversation.messages, {"role": "user", "content": text}]
         asked, tokens = self._fitted(asked, min(most, conversation.context // 4))
@@ -90,7 +93,7 @@ class Dialogue:
             if pieces:
                 answer = {"role": "assistant", "content": "".join(pieces)}
                 conversation.messages = [*asked, answer]
-            if conversation.unfinished:  # the turn failed; the next one reads all messages again
+            if begins and conversation.unfinished:  # it failed; the next turn reads all messages
                 conversation.reset()
 
     def clear(self) -> None:
@@ -128,19 +131,15 @@ class Dialogue:
 
     def render(self, messages: list[Message]) -> list[int]:
         """Return the tokens that the messages add to the conversation."""
-        conversation = self._conversation
-        ended = bool(conversation.tokens) and self._ends(conversation.tokens[-1])
-        if ended and self._plain and conversation.messages:
-            conversation.reset()  # the end of a text is not part of a text that goes on
-        fresh = not conversation.tokens
-        text = self._text(messages, fresh=fresh)
-        if ended and not fresh:
+        said = self._conversation.tokens
+        text = self._text(messages, fresh=not said)
+        if self._ended(said):
             # The template may put the answer's last token after it, maybe after a space. That token
             # may take a space after it, so both are encoded together.
             tokens = self._encode(text.lstrip(), fresh=False)
-            if tokens[:1] == conversation.tokens[-1:]:
+            if tokens[:1] == said[-1:]:
                 return tokens[1:]
-        return self._encode(text, fresh=fresh)
+        return self._encode(text, fresh=not said)
 
     def _fitted(self, messages: list[Message], room: int) -> tuple[list[Message], list[int]]:
         """Drop the oldest turns if they leave no room for an answer; return messages and tokens.
@@ -165,8 +164,9 @@ class Dialogue:
         self._say(f"[the context is full: the oldest {dropped} messages are dropped]")
         return [*system, *turns], kept
 
-    def _ends(self, token: int) -> bool:
-        return token in self._conversation.runtime.model.eos_ids
+    def _ended(self, tokens: list[int]) -> bool:
+        """Return whether the last token ends a text or a turn."""
+        return bool(tokens) and tokens[-1] in self._conversation.runtime.model.eos_ids
 
     def _encode(self, text: str, *, fresh: bool) -> list[int]:
         if fresh:

@@ -18,7 +18,7 @@ MOST = SIZES[-1] - 1  # most tokens drafted
 KEPT = 0.9  # weight of earlier measurements, per round
 START = 0.8  # acceptance rate before the first measurement, with the weight of PRIOR tokens
 PRIOR = 8.0
-TRIED = 2  # drafts timed before a choice, which uses the shorter time
+TRIED = 2  # drafts, and verifications of a size, timed at first; the shortest time counts
 STALL = 3.0  # largest ratio of a time to earlier ones; longer ones are the machine's
 AGED = 0.99  # factor on a time for each round since its measurement
 OLDEST = 500  # rounds after which a time ages no further: it must not become 0
@@ -126,7 +126,8 @@ class DraftLength:
         """Return the mean of a measurement and earlier ones, whose weight falls with their age."""
         if before is None:
             return Time(seconds, self._round)
-        seconds = min(seconds, STALL * before.seconds)
+        if not self.ages:  # what ages is tried again, and may change with the texts
+            seconds = min(seconds, STALL * before.seconds)
         kept = KEPT ** max(1, self._round - before.round if self.ages else 1)
         return Time(kept * before.seconds + (1 - kept) * seconds, self._round)
 

@@ -50,7 +50,7 @@ def encode(model: Model, prompt: Prompt, *, first: bool = True, further: bool = 
 
     Args:
         first: whether text gets the special tokens that begin one.
-        further: whether text continues other text; it then gets none.
+        further: whether text continues other text; it then gets none, whatever `first` is.
     """
     if isinstance(prompt, str):
         if not prompt:

@@ -294,8 +294,8 @@ class Run(Batch):
         """Return whether a prompt gets no more tokens."""
         return prompt not in self.owners.owner and prompt not in self.owners.waiting
 
-    def steps_read(self, kept: Bool[np.ndarray, "n b"]) -> int:
-        """Return the number of decode steps whose tokens were read; see `Owners.history`."""
+    def counted_steps(self, kept: Bool[np.ndarray, "n b"]) -> int:
+        """Return the number of steps whose transfers count: a token was read (`Owners.history`)."""
         return int(kept.any(axis=1).sum())
 
     @property

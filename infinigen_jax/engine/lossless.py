@@ -148,8 +148,8 @@ class LosslessRun(Run):
         if not self._rounds.length.timed:
             self._rounds.warm_up(given, None if self._alternatives is None else self._sampler)
 
-    def steps_read(self, kept: np.ndarray) -> int:
-        """Return the number of drafted steps."""
+    def counted_steps(self, kept: np.ndarray) -> int:
+        """Return the number of drafted steps, whether their tokens were accepted or not."""
         return len(self.counts)
 
     def stats(self) -> LosslessStats:

@@ -203,10 +203,10 @@ class Rounds:
 
     def warm_up_draft(self, given: Given, watch: Watch | None = None) -> Drafted:
         """Compile and time the longest draft, and return it; it changes nothing."""
-        for number in range(1 + TRIED):
+        for number in range(1 if watch else 1 + TRIED):
             began = time.perf_counter()
             drafted = self._draft(given, self.length.most, watch)
             drafted.newest.block_until_ready()
-            if watch is None and number:  # the first one compiles
+            if number:  # the first one compiles
                 self.length.time_draft(drafted.count, time.perf_counter() - began)
         return drafted

@@ -125,7 +125,7 @@ class Clock:
 
     @property
     def steps(self) -> int:
-        """Steps whose tokens were read, also the one that follows the prompts, or rounds."""
+        """Number of `step` calls: the tokens of the prompts, and steps or rounds after them."""
         return len(self._steps)
 
     def decoding(self) -> tuple[float, int]:
@@ -146,7 +146,7 @@ def stats_of(run: "Run") -> Stats:
     seconds, timed = clock.decoding()
     kept, cached = run.owners.history(steps_of)
     rows = rows_per_step(run.counts, kept)
-    transfers = run.steps_read(kept) * run.owners.batch
+    transfers = run.counted_steps(kept) * run.owners.batch
     return Stats(
         prompt_tokens=int(run.prompt_lengths.sum()),
         prompt_tokens_read=run.tokens_read,

@@ -76,11 +76,11 @@ def cache_folder(source: Path, *, read_large: bool = True) -> Path:
 
 
 def known_conversion(source: Path) -> Path | None:
-    """Return the path of a source's conversion if the cache has one, without reading weights.
+    """Return the path of a source's conversion in the cache, without reading large files.
 
-    None as well if the source lacks files, or if the hash of a large one is not remembered.
+    None without one, or if the source lacks files, or if the hash of a large one is not remembered.
     """
-    with contextlib.suppress(InputError, UnknownHashError):
+    with contextlib.suppress(InputError, OSError, UnknownHashError):
         folder = cache_folder(source, read_large=False)
         if (folder / MANIFEST_FILE).exists():
             return folder

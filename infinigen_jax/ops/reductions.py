@@ -61,7 +61,7 @@ def _folded(
 
 
 def _pieces(tokens: int) -> int:
-    """Return the largest number of pieces of whole MULTIPLE, at most STREAMS; 1 if not whole."""
+    """Return the largest number of equal pieces, each a multiple of MULTIPLE, up to STREAMS."""
     if tokens % MULTIPLE:
         return 1
     groups = tokens // MULTIPLE

@@ -1,6 +1,7 @@
 """Forecast of a generation's memory and time from the shapes of a model."""
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import types
@@ -30,6 +31,7 @@ from infinigen_jax.engine.memory_plan import MemoryPlan, plan_cache
 from infinigen_jax.engine.prompts import round_up_capacity
 from infinigen_jax.engine.runtime import HOT_SET, draft_form, most_drafted
 from infinigen_jax.engine.workspace import prefill_bytes, step_bytes
+from infinigen_jax.errors import InputError
 from infinigen_jax.loading.conversion_cache import known_conversion
 from infinigen_jax.loading.load import Model
 from infinigen_jax.machine.memory_limits import tree_bytes
@@ -335,10 +337,17 @@ def model_shapes(architecture: Blueprint, conversion: Conversion) -> Any:
 def conversion_of(folder: Path, config: ModelConfig) -> Conversion:
     """Return the properties of a source's conversion, or those assumed without one."""
     wide = wide_matrices(folder, blueprint(config, jnp.float32))
-    made = folder if (folder / MANIFEST_FILE).exists() else known_conversion(folder)
-    if made is None:
-        return Conversion(DEFAULT_SKEW, DEFAULT_SOURCE, wide=wide, assumed=True)
-    manifest = read_manifest(made)
-    file = SafetensorsFile(made / SKEW_FILE)
+    if (folder / MANIFEST_FILE).exists():
+        return _read_conversion(folder, config, wide)
+    made = known_conversion(folder)
+    with contextlib.suppress(InputError):  # a damaged one is made again by `load`
+        if made is not None:
+            return _read_conversion(made, config, wide)
+    return Conversion(DEFAULT_SKEW, DEFAULT_SOURCE, wide=wide, assumed=True)
+
+
+def _read_conversion(folder: Path, config: ModelConfig, wide: frozenset[str]) -> Conversion:
+    manifest = read_manifest(folder)
+    file = SafetensorsFile(folder / SKEW_FILE)
     losses = {} if manifest.skew == "none" else read_loss(file, config)
     return Conversion(manifest.skew, manifest.speculate_from, losses, wide)

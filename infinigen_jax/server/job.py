@@ -75,10 +75,13 @@ class Job:
 
 
 def tokens_per_second(jobs: Sequence[Job]) -> float:
-    """Return the rate of all answers together, without each one's first token; 0 for no others."""
+    """Return the rate of all answers together, without each one's first token.
+
+    It is 0 without other tokens, and if all tokens came in one step or round.
+    """
     later = sum(job.new_tokens - job.begun for job in jobs)
     seconds = max(job.last for job in jobs) - min(job.first or math.inf for job in jobs)
-    return later / seconds if later else 0.0
+    return later / seconds if later and seconds > 0 else 0.0
 
 
 @dataclasses.dataclass(eq=False)

@@ -49,7 +49,7 @@ class Metrics:
         self._drafted = counter("drafted_tokens", "Tokens drafted by a lossless server")
         self._accepted = counter("accepted_tokens", "Drafted tokens that the full cache confirmed")
         self._waiting = gauge(
-            "waiting_requests", "Prompts that are read, or wait for it or for sequences"
+            "waiting_requests", "Prompts without a sequence: waiting, being read or read"
         )
         self._running = gauge("running_answers", "Sequences of the batch in use")
         self.prefix_bytes = gauge("prefix_cache_bytes", "Host bytes of the prefix cache")

@@ -179,8 +179,10 @@ class Scheduler:
         self._join()
         if not self._intakes:
             self._batch.narrow()
+        now = 0.0  # the tokens of a step or round have one time
         for token in self._batch.advance() if self._batch.running else ():
-            self._take(token)
+            now = now or time.perf_counter()
+            self._take(token, now)
         self._read()
 
     def _read(self) -> None:
@@ -244,7 +246,7 @@ class Scheduler:
             assert intake.reading is not None
             self._batch.reuse(intake.reading)
 
-    def _take(self, new: NewToken) -> None:
+    def _take(self, new: NewToken, now: float) -> None:
         """Send a new token's text, unless its answer has ended."""
         answer, job = new.answer, new.answer.job
         if self._batch.running.get(new.sequence) is not answer or job.cancelled:
@@ -255,10 +257,10 @@ class Scheduler:
         piece = answer.push(new.token, new.choice)
         if new.heat is not None:
             piece = dataclasses.replace(piece, heat=new.heat)
-        self._send(new.sequence, answer, piece)
+        self._send(new.sequence, answer, piece, now)
 
-    def _send(self, sequence: int, answer: Answer, piece: Piece) -> None:
-        now, job = time.perf_counter(), answer.job
+    def _send(self, sequence: int, answer: Answer, piece: Piece, now: float) -> None:
+        job = answer.job
         job.new_tokens += 1
         job.begun += not answer.last
         self._metrics.token(now - (answer.last or job.arrived), first=not answer.last)

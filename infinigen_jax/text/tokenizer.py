@@ -122,7 +122,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 def encode_further(tokenizer: Any, text: str) -> list[int]:
     """Return the tokens of a text that continues another, without special tokens.
 
-    Some tokenizers put a space before a text. Here it goes before a line or word in front of it.
+    Some tokenizers put a space before a text. The text is therefore encoded after a line or a word,
+    whose tokens are dropped with the space.
     """
     for before in ("\n", "a"):
         front = tokenizer.encode(before, add_special_tokens=False)

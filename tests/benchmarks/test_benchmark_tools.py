@@ -3,6 +3,7 @@
 import json
 import re
 import statistics
+import subprocess
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from benchmarks import (
     transfer,
     xplane,
 )
+from benchmarks.processes import usage_of
 from infinigen_jax.settings.engine import WEIGHT_DTYPES
 from infinigen_jax.transfer import XlaTransfer
 
@@ -173,3 +175,28 @@ def test_small_weights_are_compared_with_those_in_float32(tmp_path, capsys):
     assert sizes == sorted(sizes, reverse=True)
     assert abs(small[0]["divergence_nats"]) < 1e-6 < small[1]["divergence_nats"] < 1e-2
     assert small[1]["divergence_nats"] < small[2]["divergence_nats"]
+
+
+@pytest.mark.bench
+@pytest.mark.usefixtures("shallow")
+def test_small_weights_are_timed_in_batches(tmp_path, capsys):
+    text, result = tmp_path / "text.txt", tmp_path / "result.json"
+    text.write_text("The rain fell in torrents on the old town, and nobody was in the street. " * 9)
+    given = ["--text", str(text), "--json", str(result), "--speed", "1", "2"]
+    with pytest.raises(SystemExit):
+        small_weights.main(given)
+    assert "--speed: give --context" in capsys.readouterr().err
+    assert small_weights.main([*given, "--context", "16"]) == 0
+    record = json.loads(result.read_text())
+    assert [each["batch"] for each in record["batches"]] == [1, 2]
+    for each in record["batches"]:
+        assert list(each["tokens_per_second"]) == ["float32", *WEIGHT_DTYPES]
+        assert all(len(seconds) == record["rounds"] for seconds in each["seconds"].values())
+
+
+def test_the_peak_of_a_process_is_its_own(tmp_path):
+    large = np.ones(200_000_000, np.uint8)
+    usage = usage_of(["json.tool", "--help"], tmp_path, stdout=subprocess.DEVNULL)
+    assert usage["peak_bytes"] < large.nbytes / 2 and usage["wall_seconds"] > 0
+    with pytest.raises(SystemExit, match="failed"):
+        usage_of(["json.tool", "absent"], tmp_path, stderr=subprocess.DEVNULL)

@@ -132,6 +132,11 @@ def test_after_a_turn_that_failed_the_chat_goes_on(engine, template, monkeypatch
         refuses("not finite", answered, chats[0], "Who?")
     again, expected = (answered(dialogue, "And then?") for dialogue in chats)
     assert again == expected
+    # A second answer within another is refused, which changes nothing.
+    pieces = chats[0].answer("Who?", 6)
+    first = next(pieces)
+    refuses("in the middle of a turn", answered, chats[0], "What?")
+    assert first + "".join(pieces) == answered(chats[1], "Who?")
 
 
 def test_a_conversation_at_the_command_line(talk, template, tmp_path):

@@ -40,8 +40,9 @@ def test_no_message_interrupts_a_line_at_a_terminal(monkeypatch, capsys):
         assert list(Messages().decoding([5])) == [5] and not list(Messages().decoding([]))
 
 
-@pytest.mark.parametrize("tokens, said", [([7, 7], ""), ([7, 7, 7], ", 2.0 tokens/s")])
-def test_a_speed_leaves_compilation_out(tokens, said):
+@pytest.mark.parametrize("steps, said", [(2, ""), (3, ", 2.0 tokens/s")])
+def test_a_speed_leaves_compilation_out(steps, said):
     """The first decode step compiles, and may be the only one."""
     stats = SimpleNamespace(decode_seconds=0.5, decode_tokens_per_second=2.0)
-    assert rate(cast(Any, SimpleNamespace(new_tokens=[tokens, [7]], stats=lambda: stats))) == said
+    run = SimpleNamespace(clock=SimpleNamespace(steps=steps), stats=lambda: stats)
+    assert rate(cast(Any, run)) == said

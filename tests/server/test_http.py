@@ -150,11 +150,13 @@ def test_api_key(strict: Served):
 def test_one_sequence_at_a_time(strict: Served, served: Served):
     bodies = [BODY | {"n": n, "max_tokens": 12, "temperature": 0} for n in (1, 2, 1)]
     text = served.expected([BODY["prompt"]], max_new_tokens=12).texts[0]
+    before = strict.scheduler.late_compilations
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         request = functools.partial(strict.request, "POST", "/v1/completions", headers=KEY)
         for status, _, content in pool.map(request, bodies):
             assert status == 200, content
             assert {choice["text"] for choice in content["choices"]} == {text}
+    assert strict.scheduler.late_compilations == before
 
 
 def test_origins(strict: Served, served: Served):
