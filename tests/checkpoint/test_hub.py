@@ -228,7 +228,7 @@ def test_commands_take_a_model_of_the_hub(hub, tmp_path):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert "context" in ran("plan", "--model", "org/real", "--context", "32")
+    assert "1 x 32 tokens" in ran("plan", "--model", "org/real", "--context", "32")
     assert not [file for file in names(known["HF_HOME"]) if "safetensors" in file]
     request = ["--raw", "--prompt", "Once", "--max-new-tokens", "8", "--ignore-eos", "--model"]
     local = ran("generate", *request, str(folder))
