@@ -26,7 +26,7 @@ from infinigen_jax.loading.load import Model, load
 from infinigen_jax.policies import Full, InfiniGen
 
 MODELS = ("books-llama", "tiny-llama", "tiny-opt")
-ROUNDING = {"float32": 1e-3, "bfloat16": 0.25}  # of logits, which are float32
+ROUNDING = {"float32": 1e-3, "bfloat16": 0.1}  # of logits, which are float32
 SPREAD = 64  # the prompts of a batch have lengths from the shortest to 64 tokens more
 COLUMNS = {
     "model": ("model", "{}"),
