@@ -293,11 +293,11 @@ def read_tree(
     for path in dict.fromkeys(spec.rule.path for spec in specs):
         chosen = sorted((s for s in specs if s.rule.path == path), key=lambda spec: spec.rule.part)
         parts = [sources[spec.name].read() for spec in chosen]
-        params.setdefault(path[0], {})[path[1]] = _joined(parts, chosen[0].rule.gain, dtype)
+        params.setdefault(path[0], {})[path[1]] = _parameter(parts, chosen[0].rule.gain, dtype)
     return params
 
 
-def _joined(parts: list[np.ndarray], gain: bool, dtype: Any) -> Array:
+def _parameter(parts: list[np.ndarray], gain: bool, dtype: Any) -> Array:
     """Join a parameter from its parts on the device; a gain is float32 (see `gemma2`)."""
     dtype = jnp.dtype(jnp.float32 if gain else dtype)
     if len(parts) == 1 and parts[0].dtype == dtype and not gain:
