@@ -25,6 +25,7 @@ def test_more_prompts_than_sequences():
     assert run.cache.lengths.shape == (2,)
     steps = list(run.tokens())
     assert max(sum(token is not None for token in step) for step in steps) == 2
+    assert 0 < run.clock.first < run.stats().prefill_seconds  # which has those that joined later
     columns = [[step[i] for step in steps if step[i] is not None] for i in range(7)]
     single = [made.start([prompt], max_new_tokens=60) for prompt in PROMPTS]
     expected = [[step[0] for step in one.tokens()] for one in single]
