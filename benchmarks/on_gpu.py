@@ -44,10 +44,7 @@ THEIRS = "--systems transformers transformers-static transformers-offloaded"
 LLAMA = "benchmarks.decode --preset llama8b --contexts"
 QUICK = "--tokens 8 --rounds 4 --steps 8 --trace-steps 3"
 ONCE = "--tokens 4 --rounds 2 --steps 4 --trace-steps 0"
-PROMPTS = (
-    "benchmarks.prefill --shape llama-8b --dtype bfloat16 --systems infinigen --prompts 16384 "
-    "--memory"
-)
+PROMPTS = "benchmarks.prefill --shape llama-8b --dtype bfloat16 --alone --prompts 16384 --memory"
 LOSSLESS = (
     "benchmarks.lossless --shape llama-8b --dtype bfloat16 --weights host --systems full "
     "lossless:infinigen --contexts 4096 --tokens 16 --rounds 2"

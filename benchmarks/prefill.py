@@ -1,13 +1,14 @@
-"""Speed of reading prompts, compared with transformers, and the device memory it takes.
+"""Speed of reading prompts, compared with other systems, and the device memory it takes.
 
     python -m benchmarks.prefill
     python -m benchmarks.prefill --prompts 4096 --rounds 5 --memory 16384 65536
-    python -m benchmarks.prefill --model FOLDER --prompts 4096 --memory
+    python -m benchmarks.prefill --model FOLDER --prompts 4096 --memory --gguf FILE
 
-Both systems use the same weights and take turns. Each time spans from tokens to the first
-new token, after compilation. Memory is the compiler's estimate for the programs of a chunk, so its
-prompts are not run: temporaries, and resident arrays. On a GPU, INFINIGEN_JAX_KERNELS=0 selects
-XLA's attention instead of cuDNN's; the result file names the one used.
+The systems use the same weights and take turns; llama.cpp takes part if its file is given. Each
+time spans from tokens to the first new token, after compilation. Memory is the compiler's estimate
+for the programs of a chunk, so its prompts are not run: temporaries, and resident arrays. On a GPU,
+INFINIGEN_JAX_KERNELS=0 selects XLA's attention instead of cuDNN's; the result file names the one
+used.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 
 from benchmarks import machine, shapes
 from benchmarks.files import note, write_json
+from benchmarks.llama_cpp import GGUF_COPIES, LlamaCpp
 from benchmarks.tables import entry_table
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement
@@ -36,7 +38,7 @@ from infinigen_jax.prefill import compiled
 from infinigen_jax.prefill.prefill import chunk_for
 
 PEAK = ("temporaries", "resident", "dense")  # parts of the peak, without weights and index
-SYSTEMS = ("infinigen", "transformers")
+SYSTEMS = ("infinigen", "transformers", "llama.cpp-f32")
 SETTINGS = ("shape", "dtype", "rounds", "batch")
 
 
@@ -51,8 +53,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--prompts", type=int, nargs="*", default=[4096, 16384], metavar="N", help="timed")
     add("--batch", type=int, default=1, help="prompts read together (default 1)")
     add("--memory", type=int, nargs="*", default=[4096, 16384, 65536], metavar="N")
-    add("--rounds", type=int, default=3, help="timed rounds, both systems in each (default 3)")
-    add("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS, metavar="NAME")
+    add("--rounds", type=int, default=3, help="timed rounds, all systems in each (default 3)")
+    add("--alone", action="store_true", help="time no other system")
+    add("--gguf", type=Path, metavar="FILE", help="the model's GGUF file, for llama.cpp")
     add("--cap-seconds", type=float, default=math.inf, help="time after which no round starts")
     add("--json", type=Path, help="result file")
     return parser
@@ -83,7 +86,7 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
     }
     systems: dict[str, Callable[[list[list[int]]], float]] = {}
     systems["infinigen"] = lambda prompts: engine.start(prompts, max_new_tokens=1).clock.prefill
-    if options.prompts and "transformers" in options.systems:
+    if options.prompts and not options.alone:
         from benchmarks.torch_systems import Transformers, logits_difference, torch_model
 
         other = torch_model(model, config)
@@ -92,13 +95,17 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
         systems["transformers"] = lambda prompts: (
             Transformers(other, "transformers", prompts, 1).prefill_seconds
         )
+    if options.gguf:
+        systems["llama.cpp-f32"] = lambda prompts: (
+            LlamaCpp(options.gguf, "llama.cpp-f32", prompts, 1, GGUF_COPIES).prefill_seconds
+        )
     write_json(path, result)
     for tokens in options.prompts:
         prompts = [shapes.prompt(model.config, tokens, 1 + i) for i in range(options.batch)]
         engine.start(prompts, max_new_tokens=1)  # compiles
         rounds = []
         while len(rounds) < options.rounds and (not rounds or time.monotonic() < deadline):
-            rounds.append({name: systems[name](prompts) for name in options.systems})
+            rounds.append({name: measured(prompts) for name, measured in systems.items()})
         result["times"].append(summary(tokens, options.batch, rounds))
         write_json(path, result)
         if time.monotonic() >= deadline:
@@ -113,14 +120,15 @@ def attention(engine: Engine, tokens: int) -> str:
 
 
 def summary(tokens: int, batch: int, rounds: list[dict[str, float]]) -> dict[str, Any]:
-    """Return medians, and the median ratio of the rounds; the ratio is None for a single system."""
-    ratios = [r["transformers"] / r["infinigen"] for r in rounds if len(r) == len(SYSTEMS)]
+    """Return medians, also of the times over this package's, round by round."""
     seconds = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
     return {
         "tokens": tokens,
         "rounds": rounds,
         "tokens_per_second": {name: batch * tokens / value for name, value in seconds.items()},
-        "transformers_over_infinigen": statistics.median(ratios) if ratios else None,
+        "over_infinigen": {
+            name: statistics.median(r[name] / r["infinigen"] for r in rounds) for name in seconds
+        },
     }
 
 
@@ -206,7 +214,7 @@ def table(result: dict[str, Any]) -> str:
     """Format both parts in Markdown."""
     speeds = {"tokens": ("tokens", "{:,}")}
     speeds |= {f"{n}, tokens/s": (f"tokens_per_second.{n}", "{:.0f}") for n in SYSTEMS}
-    speeds["ratio"] = ("transformers_over_infinigen", "{:.2f}")
+    speeds |= {f"{n} over infinigen": (f"over_infinigen.{n}", "{:.2f}") for n in SYSTEMS[1:]}
     memory = {"bytes at tokens": ("tokens", "{:,}")}
     memory |= {part: (part, "{:.4g}") for part in ("weights", *PEAK, "index", "host_cache")}
     tables = entry_table(speeds, result["times"]), entry_table(memory, result["memory"])

@@ -121,8 +121,9 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     }.items():
         arguments = f"--trace-steps 0 --contexts {given}"
         add(f"decode-batch-{name}", "benchmarks.decode", arguments, *files)
-    add("prefill", "benchmarks.prefill", f"--prompts {CONTEXTS}")
-    for name, given in {"4": "1024 4096", "4-7680": "7680", "8": "1024 4096"}.items():
+    add("prefill", "benchmarks.prefill", f"--prompts {CONTEXTS}", *files[:2])
+    sizes = {"4": "1024 4096", "4-7680": "7680", "8": "1024 4096", "8-7680": "7680"}
+    for name, given in sizes.items():
         arguments = f"--prompts {given} --batch {name[0]} --memory"
         add(f"prefill-batch-{name}", "benchmarks.prefill", arguments)
     add("startup-peers", "benchmarks.startup", "--prompts 32 1024 4096", *files)
