@@ -74,7 +74,7 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
 
     score("policies", 4096, "0.05", POLICIES)
     score("policies", 2048, "0.05", POLICIES)
-    score("many", 4096, "0.05", "full infinigen", "wiki", windows=MANY)
+    score("many", 4096, "0.05", "full infinigen", windows=MANY)
     score("length", 8192, "0.05 0.1", "full infinigen")
     score("budgets", 4096, "0.02 0.1", "full infinigen")
     score("others", 4096, "0.02 0.1", "full oracle quest window h2o")
@@ -121,7 +121,8 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     }.items():
         arguments = f"--trace-steps 0 --contexts {given}"
         add(f"decode-batch-{name}", "benchmarks.decode", arguments, *files)
-    add("prefill", "benchmarks.prefill", f"--prompts {CONTEXTS}", *files[:2])
+    add("prefill", "benchmarks.prefill", f"--prompts {CONTEXTS}")
+    add("prefill-llama", "benchmarks.prefill", f"--prompts {CONTEXTS}", *files[:2])
     sizes = {"4": "1024 4096", "4-7680": "7680", "8": "1024 4096", "8-7680": "7680"}
     for name, given in sizes.items():
         arguments = f"--prompts {given} --batch {name[0]} --memory"

@@ -27,12 +27,12 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def entry_table(columns: Mapping[str, tuple[str, str]], entries: Iterable[Line]) -> str:
     """Format one row for each entry.
 
-    Columns map a title to the key of a value ("a.b" if nested) and its format. Missing values leave
-    a cell empty.
+    Columns map a title to the key of a value ("a.b" if nested; b may have dots) and its format.
+    Missing values leave a cell empty.
     """
 
     def cell(entry: Line, key: str, pattern: str) -> str:
-        value = functools.reduce(lambda x, name: (x or {}).get(name), key.split("."), entry)
+        value = functools.reduce(lambda x, name: (x or {}).get(name), key.split(".", 1), entry)
         return "" if value is None else pattern.format(value)
 
     rows = ([cell(entry, *column) for column in columns.values()] for entry in entries)

@@ -1,6 +1,6 @@
 """Command line: predict memory and time of a generation. `python -m infinigen_jax.plan --help`
 
-It needs no weights, only a folder with a config.json. One table goes to stdout.
+It reads no weights, only the configuration. One table goes to stdout.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def plan(arguments: argparse.Namespace) -> None:
     conversion = conversion_of(folder, config)
     planner = Planner(config, dtype, conversion, policy, arguments, machine)
     advice = advise(planner, arguments.batch, arguments.context)
-    print(report(advice, Path(arguments.model or folder), dtype.name, arguments))
+    print(report(advice, Path(arguments.model or folder).resolve(), dtype.name, arguments))
     if conversion.assumed and arguments.dense_layers is None and policy.dense_layers is None:
         print(
             f"{advice.asked.settings.dense_layers} dense layers and equal budgets are assumed; the "
@@ -130,8 +130,7 @@ def this_machine(arguments: argparse.Namespace) -> "Machine":
     # A GPU that only the options describe cannot be measured.
     if memory is None or device.platform != "cpu":
         if copies is None:
-            found = bandwidths.host_to_device_bandwidth() if memory is not None else None
-            copies = found or bandwidths.gather_bandwidth()
+            copies = bandwidths.host_to_device_bandwidth() or bandwidths.gather_bandwidth()
         if reads is None:
             reads = bandwidths.memory_read_bandwidth()
     return Machine(
@@ -272,7 +271,7 @@ def full_cache(advice: "Advice") -> str:
 def command_options(forecast: "Forecast", chosen: int | None = None) -> str:
     """Return the recommended settings as options of `generate`.
 
-    The number of dense layers is left out if `generate` has `chosen` it itself.
+    The number of dense layers is left out if it is `chosen`, by `generate` without the option.
     """
     settings = forecast.settings
     dense = "" if settings.dense_layers == chosen else f"--dense-layers {settings.dense_layers} "

@@ -79,7 +79,7 @@ def sample(
 ) -> Int[Array, " b"]:
     """Draw one token id, int32, for each sequence; `history` is None if none has penalties.
 
-    Logits of any dtype are computed in float32. Of equal logits the lower token id is more likely.
+    Logits of any dtype are computed in float32. Of equal logits, the lower token id ranks first.
     """
     logits = logits.astype(jnp.float32)
     if history is not None:
@@ -164,8 +164,13 @@ def leading(
         return jnp.where(up, middle, low), jnp.where(down, middle, high)
 
     lowest = jnp.full_like(keys[:, 0], -(2**31))
-    bounds = lowest, jnp.ones_like(lowest)
-    threshold = lax.while_loop(lambda x: jnp.any(is_open(*x)), halve, bounds)[0][:, None]
+    threshold, _ = lax.platform_dependent(
+        (lowest, jnp.ones_like(lowest)),
+        cpu=lambda bounds: lax.while_loop(lambda x: jnp.any(is_open(*x)), halve, bounds),
+        # As many steps as the range of keys needs: the host would read the end of an open loop.
+        default=lambda bounds: lax.fori_loop(0, 32, lambda _, x: halve(x), bounds),
+    )
+    threshold = threshold[:, None]
     above, ties = keys > threshold, jnp.where(keys == threshold, weights, 0)
     missing = needed - _sum(jnp.where(above, weights, 0))
     # The sum by blocks may be less than what is missing.

@@ -40,7 +40,8 @@ def build_parser() -> Parser:
     )
     add = parser.add_argument_group("model").add_argument
     add_model_options(add)
-    add("--served-model-name", metavar="NAME", help="name for clients (default: the folder's)")
+    text = "name for clients (default: the folder's, or --model)"
+    add("--served-model-name", metavar="NAME", help=text)
     add("--chat-template", metavar="F", help="file with a Jinja template (default: the model's)")
     add = parser.add_argument_group("network").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
@@ -97,7 +98,7 @@ def serve(arguments: argparse.Namespace) -> None:
             f"the server needs {error.name}; pip install 'infinigen-jax[serve]'"
         ) from None
     with listen(arguments.host, arguments.port) as listening:
-        scheduler, service = make_scheduler(arguments, say), make_service(arguments)
+        service, scheduler = make_service(arguments), make_scheduler(arguments, say)
         # Most connections of a client's pool are idle; the queue limits the work.
         connections = 2 * (arguments.max_waiting + arguments.batch) + 512
         config = http_config(create_app(scheduler, service), service, connections)
@@ -161,8 +162,10 @@ def make_service(arguments: argparse.Namespace) -> "Service":
     key = os.environ.get(KEY_VARIABLE) if arguments.api_key is None else arguments.api_key
     if key == "":
         raise InputError(f"--api-key, or {KEY_VARIABLE}: it is empty; give a key, or leave it out")
+    model = arguments.model or DEFAULT_MODEL
+    name = Path(model).resolve().name if Path(model).exists() else model
     return Service(
-        model=arguments.served_model_name or Path(arguments.model or DEFAULT_MODEL).name,
+        model=arguments.served_model_name or name,
         drain_seconds=arguments.shutdown_seconds,
         api_key=key,
         origins=tuple(arguments.allow_origin),

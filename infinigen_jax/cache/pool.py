@@ -123,9 +123,10 @@ def _leaving(
     lengths: Int[Array, " b"],
     window: int,
 ) -> Bool[Array, "b k t"]:
-    """Mark the `need` slots that come first in the eviction order, after all free slots.
+    """Mark the `need` slots that come first in the eviction order: free slots, then rows in use.
 
-    The recent window, whose rows the device still has, is not marked.
+    Spared are the first `pool.sinks` tokens and the most recent ones: `pool.recent` of the slots,
+    and at least the window, whose rows the device still has.
     """
     t = positions.shape[2]
     recent = max(min(int(t * pool.recent), t - pool.sinks), window)

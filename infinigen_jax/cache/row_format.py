@@ -32,7 +32,7 @@ from infinigen_jax.ops.quantize import (
 )
 
 LARGEST_GROUP = 64
-SMALLEST_GROUP = 32  # unless the head is smaller
+SMALLEST_GROUP = 32  # unless the head is smaller, or its padding has room for more groups
 ALIGNMENT = 16  # bytes that a GPU thread loads in one instruction
 PRIOR_TOKENS = 16  # weight of the prior on a column's statistics, in tokens
 

@@ -52,7 +52,7 @@ class GgufFile:
     """Memory-mapped GGUF file; `metadata` has NumPy arrays of numbers and lists of strings."""
 
     def __init__(self, path: Path):
-        self.path, self._package = path, _package(path)
+        self.path, self.package = path, _package(path)
         self._map = map_file(path)
         try:
             reader = _Reader(self._map)
@@ -71,7 +71,7 @@ class GgufFile:
             return raw.view(tensor.dtype).reshape(tensor.shape)
         rows = math.prod(tensor.shape[:-1])
         with np.errstate(all="ignore"):  # damaged scales; the caller checks that values are finite
-            whole = self._package.quants.dequantize(raw.reshape(rows, -1), tensor.kind)
+            whole = self.package.quants.dequantize(raw.reshape(rows, -1), tensor.kind)
         return whole.reshape(tensor.shape)
 
     def release(self, name: str) -> None:
@@ -104,9 +104,9 @@ class GgufFile:
     def _format(self, name: str, code: int) -> tuple[Any, int, int]:
         """Return a format, the elements of a block and its bytes."""
         try:
-            kind = self._package.GGMLQuantizationType(code)
-            block, size = self._package.GGML_QUANT_SIZES[kind]
-            self._package.quants.dequantize(np.zeros((1, size), np.uint8), kind)
+            kind = self.package.GGMLQuantizationType(code)
+            block, size = self.package.GGML_QUANT_SIZES[kind]
+            self.package.quants.dequantize(np.zeros((1, size), np.uint8), kind)
         except (ValueError, KeyError, NotImplementedError):
             shown = getattr(locals().get("kind"), "name", f"number {code}")
             raise UnsupportedModelError(

@@ -9,13 +9,15 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from infinigen_jax.checkpoint.gguf_file import GgufFile
 from infinigen_jax.checkpoint.gguf_rope import ROPE_TENSORS, rope_settings
 from infinigen_jax.checkpoint.hf_folder import TensorSource
+from infinigen_jax.checkpoint.tensor_names import expected
 from infinigen_jax.errors import InputError, UnsupportedModelError
-from infinigen_jax.models import ModelConfig, config_from_hf
+from infinigen_jax.models import ModelConfig, blueprint, config_from_hf
 from infinigen_jax.models.hf import FULL, SLIDING
 
 SUFFIX = ".gguf"
@@ -51,92 +53,39 @@ END_OF_TURN = (
 FOUR_BITS = 5  # bits of a number and its share of the scales: Q4_1 has these, Q5_0 more
 CONTROL = 3  # kind of a token in tokenizer.ggml.token_type
 
-EMBEDDING_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_qkv": "self_attn.qkv_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-POST_NORM_NAMES = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-
 
 class Architecture(NamedTuple):
     """llama.cpp's form of a family.
 
     Attributes:
         model_type: the family in `config.json`.
-        names: names of a layer's tensors that differ from LAYER_NAMES.
         permuted: whether rows of queries and keys are reordered.
         shift: number added to the weights of norms.
         activation: activation of the MLP, which files do not name.
     """
 
     model_type: str
-    names: Mapping[str, str] = {}
     permuted: bool = False
     shift: int = 0
     activation: str = "silu"
 
 
 GELU = "gelu_pytorch_tanh"
-GEMMA: dict[str, Any] = {"names": POST_NORM_NAMES, "shift": 1, "activation": GELU}
-JOINED = {"ffn_up": "mlp.gate_up_proj"}
+PLAIN = ("cohere2", "ernie4_5", "exaone", "exaone4", "glm4", "olmo2", "phi3", "seed_oss")
 ARCHITECTURES = {
-    **{name: Architecture(name) for name in ("cohere2", "ernie4_5", "exaone", "qwen2", "qwen3")},
+    **{name: Architecture(name) for name in (*PLAIN, "qwen2", "qwen3")},
     **{name: Architecture(name, permuted=True) for name in ("granite", "llama", "smollm3")},
-    "apertus": Architecture(
-        "apertus",
-        names={"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
-        activation="xielu",
-    ),
+    **{name: Architecture(name, shift=1, activation=GELU) for name in ("gemma", "gemma2")},
+    "apertus": Architecture("apertus", activation="xielu"),
     "arcee": Architecture("arcee", permuted=True, activation="relu2"),
     "command-r": Architecture("cohere"),
-    "exaone4": Architecture("exaone4", names=POST_NORM_NAMES),
-    "gemma": Architecture("gemma", shift=1, activation=GELU),
-    "gemma2": Architecture("gemma2", **GEMMA),
-    "gemma3": Architecture("gemma3_text", **GEMMA),
-    "glm4": Architecture(
-        "glm4",
-        names=JOINED
-        | {
-            "post_attention_norm": "post_self_attn_layernorm",
-            "post_ffw_norm": "post_mlp_layernorm",
-        },
-    ),
-    "hunyuan-dense": Architecture(
-        "hunyuan_v1_dense",
-        names={
-            "attn_q_norm": "self_attn.query_layernorm",
-            "attn_k_norm": "self_attn.key_layernorm",
-        },
-    ),
+    "gemma3": Architecture("gemma3_text", shift=1, activation=GELU),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense"),
     "mistral3": Architecture("llama", permuted=True),  # Mistral Small; others have a special YaRN
     "nemotron": Architecture("nemotron", shift=1, activation="relu2"),
-    "olmo2": Architecture("olmo2", names=POST_NORM_NAMES),
-    "phi3": Architecture("phi3", names=JOINED),
     "qwen2vl": Architecture("qwen2"),
     "qwen3vl": Architecture("qwen3"),
-    "seed_oss": Architecture("seed_oss", names={"post_attention_norm": "post_attention_layernorm"}),
-    "starcoder2": Architecture(
-        "starcoder2", names={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}, activation=GELU
-    ),
+    "starcoder2": Architecture("starcoder2", activation=GELU),
 }
 # Parameters of the activation xIELU, which files keep as settings.
 FITTED = {"xielu.alpha_p": "mlp.act_fn.alpha_p", "xielu.alpha_n": "mlp.act_fn.alpha_n"}
@@ -163,7 +112,7 @@ def open_tensors(file: GgufFile) -> dict[str, TensorSource]:
     heads = {
         f"{module}.{kind}": count for module, count in counts.items() for kind in ("weight", "bias")
     }
-    sources = {}
+    sources, names = {}, _names(file)
     layers = _layers(file, found[0])
     columns = _reordered_columns(file) if found[0] == "glm4" else None
     for name, tensor in file.tensors.items():
@@ -173,7 +122,7 @@ def open_tensors(file: GgufFile) -> dict[str, TensorSource]:
         turned = reordered if found[1].permuted or columns else None
         shift = found[1].shift if name.endswith("norm.weight") else 0
         read = functools.partial(_read, file, name, turned, shift, columns)
-        full = _full_name(name, found[1])
+        full = names.get(name, name)
         release = functools.partial(file.release, name)
         sources[full] = TensorSource(full, file.path, tensor.shape, tensor.dtype, read, release)
     for key, name in FITTED.items():
@@ -190,10 +139,21 @@ def wide_tensors(file: GgufFile) -> set[str]:
 
     A file such as Q4_K_M has some. In a file without matrices in four bits, none counts.
     """
-    kind = architecture(file)[1]
+    names = _names(file)
     matrices = {n: t for n, t in file.tensors.items() if n.startswith("blk.") and len(t.shape) > 1}
     wide = {n for n, t in matrices.items() if 8 * t.size > FOUR_BITS * math.prod(t.shape)}
-    return set() if len(wide) == len(matrices) else {_full_name(name, kind) for name in wide}
+    return set() if len(wide) == len(matrices) else {names.get(name, name) for name in wide}
+
+
+def _names(file: GgufFile) -> dict[str | None, str]:
+    """Return Hugging Face's names of tensors by GGUF's, from the table of llama.cpp's converter."""
+    config = read_config(file)[1]
+    kinds = {name: kind for kind, name in file.package.MODEL_ARCH_NAMES.items()}
+    known = file.package.get_tensor_name_map(kinds[architecture(file)[0]], config.num_layers)
+    names = [spec.name for spec in expected(blueprint(config, jnp.float32)).flat()]
+    # The table lacks the output matrix of families that always share it with the embeddings.
+    named = {known.get_name(name, (".weight", ".bias")): name for name in names}
+    return {"output.weight": "lm_head.weight"} | named
 
 
 def _layers(file: GgufFile, name: str) -> Any:
@@ -304,18 +264,6 @@ def _end_tokens(file: GgufFile) -> dict[str, Any]:
         ids += [controls.get(text) for text in END_OF_TURN]
     unique = list(dict.fromkeys(i for i in ids if i is not None))
     return {"eos_token_id": unique} if unique else {}
-
-
-def _full_name(name: str, kind: Architecture) -> str:
-    """Return a tensor's name in a Hugging Face folder; unknown names stay."""
-    if name.startswith("blk.") and name.count(".") > 1:
-        _, layer, stem = name.split(".", 2)
-        module, _, suffix = stem.rpartition(".")
-        module = ({**LAYER_NAMES, **kind.names}).get(module)
-        return name if module is None else f"model.layers.{layer}.{module}.{suffix}"
-    module, _, suffix = name.rpartition(".")
-    module = EMBEDDING_NAMES.get(module)
-    return name if module is None else f"{module}.{suffix}"
 
 
 def _read(

@@ -24,7 +24,8 @@ for the true query.
 `row_loss` is the relative error of the hidden state after a layer's attention (`convert.loss`).
 Axis 1 says which query selects the rows: the layer's true query, or the query speculated one layer
 earlier. Axis 2 is the share of rows attended, one of `row_shares`. It is NaN where the calibration
-text is too short. `sparse_loss` is the same error at the share that decides which layers are dense.
+text is too short. `sparse_loss` is the error at the share that decides which layers are dense; its
+second query is speculated from the input of the layer before.
 
 `eigenvalues` are those of the calibration queries' Gram matrix, in descending order. `key_mean` is
 in the coordinates of the keys that the converted weights produce, and so are the tail moments
@@ -95,7 +96,8 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest = Manifest(**{name: value[name] for name in fields})
         frozenset(manifest.wide)  # a TypeError if they are not names
-        sizes = [(str(f["sha256"]), int(f["size"])) for f in manifest.files.values()]
+        if any(int(file["size"]) < 0 or not file["sha256"] for file in manifest.files.values()):
+            raise ValueError
     except (KeyError, TypeError, ValueError, AttributeError):
         raise InputError(f"{path}: damaged, fields are missing; {AGAIN}") from None
     if manifest.speculate_from not in SOURCES:
@@ -108,7 +110,7 @@ def read_manifest(folder: Path) -> Manifest:
     if outside or unchecked:
         why = f"{outside[0]!r} is not a file name" if outside else f"without {min(unchecked)}"
         raise InputError(f"{path}: damaged, {why}; {AGAIN}")
-    if manifest.skew not in SKEWS or not sizes:
+    if manifest.skew not in SKEWS:
         raise InputError(f"{path}: damaged, skew {manifest.skew!r} is unknown; {AGAIN}")
     return manifest
 

@@ -1,6 +1,6 @@
 """Restricted unpickling of the description of a torch file's tensors.
 
-A file of weights calls four functions. Any other name is refused, so no code of the file runs.
+A file of weights calls three functions. Any other name is refused, so no code of the file runs.
 """
 
 import io

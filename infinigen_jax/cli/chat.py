@@ -1,6 +1,6 @@
 """Chat at the terminal, `generate --chat`: answers go to stdout, everything else to stderr.
 
-An input that begins with a slash is a command, see `COMMANDS`.
+A slash and a word are a command, see `COMMANDS`.
 """
 
 import argparse

@@ -67,11 +67,19 @@ def add_settings(group: Any, kind: Any, names: Iterable[str], *, several: bool =
         if isinstance(default, bool):
             more = {"action": "store_true"}
         else:
-            more |= {"metavar": option.metavar, "type": TYPES.get(name, option.check)}
+            check = TYPES.get(name, option.check)
+            if kind is EngineOptions and default is None:
+                check, text = _or_auto(check), text.replace("(default:", "(default auto:")
+            more |= {"metavar": option.metavar, "type": check}
             shown = f"{default:g}" if isinstance(default, float) else default
             text += "" if default is None else f" (default {shown})"
         flag = _flag(f"{kind.room}{name}")
         group.add_argument(f"--{flag}", default=None, help=text, **more)
+
+
+def _or_auto(check: Any) -> Callable[[str], Any]:
+    """Return the type of an option that takes `auto` as well, which is None, its default."""
+    return lambda text: None if text == "auto" else check(text)
 
 
 def given(arguments: argparse.Namespace, names: Iterable[str], prefix: str = "") -> dict[str, Any]:

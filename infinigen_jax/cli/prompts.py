@@ -46,13 +46,13 @@ def prepare_prompts(
         return render_chat(template, turn, engine.model.tokenizer.special_tokens)
 
     def encode(text: str) -> list[int]:
-        return engine.encode(text, first=False)
+        return engine.encode(text, add_special_tokens=False)
 
     tokens = [encode(rendered(prefix + checked_text("prompts", prompt))) for prompt in prompts]
     most = arguments.max_new_tokens or engine.model.config.fitting(ANSWER_TOKENS, tokens)
     mark = secrets.token_hex(16)
     common = rendered(prefix + mark).partition(mark)[0] if prefix else ""
-    shared = engine.prefix_tokens(common, first=False)
+    shared = engine.prefix_tokens(common, add_special_tokens=False)
     return {"prompts": tokens, "max_new_tokens": most, "prefix": shared}
 
 

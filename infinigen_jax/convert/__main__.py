@@ -37,7 +37,7 @@ def build_parser() -> Parser:
         choices=("input", "resident"),
         help="what of the layer before the corrected query is made of: its input, or the "
         "hidden state after attention to sinks and recent tokens alone, which guesses better "
-        f"(default: {DEFAULT_SOURCE})",
+        f"(default: {DEFAULT_SOURCE}; with other skews than balanced: input)",
     )
     parser.add_argument(
         "--force", action="store_true", help="replace an earlier conversion at DESTINATION"

@@ -8,7 +8,8 @@
 
 NVRTC, from JAX's CUDA wheels, compiles the sources to PTX (`nvrtc`), which becomes part of XLA's
 programs (`launch`, `calls`, `scoring`). `first_use` checks them once on a machine. The environment
-variable INFINIGEN_JAX_KERNELS turns them off (`0`) or skips the check (`unchecked`).
+variable INFINIGEN_JAX_KERNELS turns them and cuDNN's attention off (`0`), or skips the check
+(`unchecked`).
 
 Imports files, selection and what they import. Start reading at launch.py.
 """

@@ -1,8 +1,8 @@
 """Check of the kernels before their first use on a machine, once, in a separate process.
 
 A wrong kernel can end a process or leave an unusable CUDA context. A file in the cache folder marks
-success. Its name depends on everything that may affect the outcome: the code of the kernels and
-their calls, the GPU, its driver, JAX. A failure leaves no mark.
+success. Its name depends on what may affect the outcome: the code of the kernels, of their launch
+and of the check, the GPU, its driver, JAX. A failure leaves no mark.
 """
 
 import contextlib
@@ -82,7 +82,7 @@ def combination(device: Any) -> str:
 
 
 def sources() -> bytes:
-    """Return the code of the kernels, and of the modules that call and check them."""
+    """Return the code of the kernels, of their launch and of the check."""
     package = resources.files("infinigen_jax")
     callers = ("check_kernels.py", "transfer/cuda.py", "cache/host_array.py", "ops/attention.py")
     files = [*(package / "cuda").iterdir(), *(package / name for name in callers)]

@@ -11,8 +11,9 @@ speculates by the layer's input (figure 8 of the paper), with "resident" after a
 resident rows: a more accurate guess that waits for no transfer. With `Policy.lead` 0 a layer
 selects by its own query: it starts and awaits its own transfer before its attention.
 
-A step only reads the host cache and the policy's state. New rows go to the ring of resident rows.
-`flush` writes the ring to the host in one donated update every `window` steps.
+A step only reads the host cache, and the policy's state unless the policy observes. New rows go to
+the ring of resident rows. `flush` writes the ring to the host in one donated update every `window`
+steps.
 """
 
 from typing import Any

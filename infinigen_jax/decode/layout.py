@@ -174,9 +174,10 @@ class Layout:
         return self.pool.slots(tokens, self.policy.sinks, self.policy.window)
 
     def padded_rows(self, capacity: int) -> int | None:
-        """Return the rows that a step moves per sequence and KV head; None if only valid rows move.
+        """Return the rows that a step moves per sequence and KV head; None if valid rows count.
 
-        Counts all layers, padding of requests, and streamed layers up to the cache's end.
+        Includes all layers, padding of requests, and streamed layers up to the cache's end. Next to
+        layers that move valid rows alone, streamed layers count theirs, too.
         """
         streamed = sum(self.streams(number) for number in range(self.host_layers))
         valid_alone = self.transfer.concurrent or self.transfer.in_place or self.hot_set

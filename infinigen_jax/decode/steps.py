@@ -247,7 +247,8 @@ def single_layers(decoder: Decoder) -> tuple[range, ...]:
 def groups_of(decoder: Decoder) -> tuple[range, ...]:
     """Return the groups of the layerwise schedule: a few consecutive layers of one kind each."""
     if decoder.weights_on_host or decoder.policy.observes:
-        # The next layer's weights, and the target's state, are results of the layer before.
+        # The next layer's weights are results of the layer before, and a state that one layer reads
+        # as its target's is donated as the next one's own.
         return single_layers(decoder)
 
     def kind(layer: int) -> tuple[Any, ...]:
@@ -268,7 +269,8 @@ class Steps(NamedTuple):
     """Compiled functions of a Decoder; they donate the cache arrays that they replace.
 
     Attributes:
-        fused: a whole step; returns logits of the next tokens and the most likely ones.
+        fused: a whole step; returns logits of the next tokens, the most likely ones, the arrays
+            that it replaces, and counts.
         checked: `fused`, with the first stage that is not finite (see `decode.finite_check`).
         pieces: programs of the layerwise schedule.
         predict: logits and most likely tokens, the last program of a layerwise step.
@@ -345,7 +347,7 @@ def host_numbers(decoder: Decoder) -> tuple[Int[Array, ""], ...]:
 
 
 def flush_cache(decoder: Decoder, weights: Weights, cache: Cache) -> Cache:
-    """Write the rows of all rings to the host, so that the host holds every cached row."""
+    """Write the rows of all rings to the host, which then holds every row, or a pool's choice."""
     programs, numbers = steps(decoder), host_numbers(decoder)
     if cache.host is None:
         return cache

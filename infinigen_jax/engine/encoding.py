@@ -45,14 +45,17 @@ def _is_token(value: Any) -> bool:
     return isinstance(value, numbers.Integral) or getattr(value, "shape", None) == ()
 
 
-def encode(model: Model, prompt: Prompt, *, first: bool = True, further: bool = False) -> list[int]:
+def encode(
+    model: Model, prompt: Prompt, *, add_special_tokens: bool = True, further: bool = False
+) -> list[int]:
     """Return the token numbers of a prompt.
 
     Args:
-        first: whether text gets the special tokens that begin one.
-        further: whether text continues other text; it then gets none, whatever `first` is.
+        add_special_tokens: whether text gets those that begin one. Not the text of a chat template,
+            which writes its own.
+        further: whether text continues other text; it gets no special tokens.
     """
-    if isinstance(prompt, str):
+    if of_text := isinstance(prompt, str):
         if not prompt:
             raise ParameterError("prompts", "the prompt is empty; give at least one character")
         checked_text("prompts", prompt)
@@ -61,7 +64,7 @@ def encode(model: Model, prompt: Prompt, *, first: bool = True, further: bool = 
         if further:
             prompt = encode_further(model.tokenizer, prompt)
         else:
-            prompt = model.tokenizer.encode(prompt, add_special_tokens=first)
+            prompt = model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
     if isinstance(prompt, bytes | bytearray | memoryview):
         raise ParameterError("prompts", "bytes are no prompt; decode them to text")
     try:
@@ -70,5 +73,5 @@ def encode(model: Model, prompt: Prompt, *, first: bool = True, further: bool = 
         raise ParameterError("prompts", f"a token is a whole number ({error})") from None
     if not tokens:
         raise ParameterError("prompts", "the prompt has no tokens; give at least one")
-    check_vocabulary("prompts", tokens, model.config.vocab_size)
+    check_vocabulary("prompts", tokens, model.config.vocab_size, of_text)
     return tokens

@@ -91,16 +91,17 @@ class Engine:
     def prefill_chunk(self) -> int | None:
         return self.runtime.prefill_chunk
 
-    def encode(self, prompt: Prompt, *, first: bool = True) -> list[int]:
+    def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token numbers of a prompt.
 
         Args:
-            first: whether the prompt begins a text. Continuations get no special tokens.
+            add_special_tokens: whether text gets those that begin one. Not the text of a chat
+                template, which writes its own.
 
         Raises:
             InputError: for an empty prompt, or a token that is no number of the vocabulary.
         """
-        return encode(self.model, prompt, first=first)
+        return encode(self.model, prompt, add_special_tokens=add_special_tokens)
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """Return the token numbers of a chat, with a prompt for the next answer.
@@ -115,7 +116,7 @@ class Engine:
         if tokenizer is None or tokenizer.chat_template is None:
             raise InputError("this model has no chat template; give prompts as text")
         text = render_chat(tokenizer.chat_template, messages, tokenizer.special_tokens)
-        return self.encode(text, first=False)
+        return self.encode(text, add_special_tokens=False)
 
     def encode_with_prefix(self, prefix: Prompt, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Return the token numbers of prompts that share a prefix; text is tokenised as a whole.
@@ -140,14 +141,17 @@ class Engine:
                 sequences.append(self.encode([*prefix, *prompt]))
         return sequences
 
-    def prefix_tokens(self, prefix: Prompt, *, first: bool = True) -> int:
+    def prefix_tokens(self, prefix: Prompt, *, add_special_tokens: bool = True) -> int:
         """Return the number of tokens that all prompts with a prefix share.
 
         The last tokens of a text prefix are excluded: appended text may change their tokenisation.
         """
         if not isinstance(prefix, str):
             return len(prefix)
-        return max(0, len(self.encode(prefix, first=first)) - UNSETTLED) if prefix else 0
+        if not prefix:
+            return 0
+        tokens = self.encode(prefix, add_special_tokens=add_special_tokens)
+        return max(0, len(tokens) - UNSETTLED)
 
     def start(
         self,
@@ -172,8 +176,8 @@ class Engine:
             max_new_tokens: maximum number of new tokens per prompt.
             batch: batch size; further prompts wait until another one ends. By default all prompts
                 are decoded together.
-            notify: function called after each chunk of the longest prompt with the numbers of
-                tokens read and to read. Not called for a prompt read in one piece.
+            notify: function called after each chunk of the longest prompt with the number of
+                tokens read and their total. Not called for a prompt read in one piece.
             prefix: number of leading tokens that all prompts share, to be read and stored once;
                 see `shared_prefix`. The result equals that of reading the prompts in chunks, the
                 first of this length. Further common tokens are not shared, as they depend on
@@ -247,10 +251,12 @@ class Engine:
 
         Args:
             sampling: sampling method; greedy by default.
-            context: capacity in tokens; by default 4096, or the model's positions if fewer.
+            context: capacity in tokens, at least 2; by default 4096, or fewer if the model has
+                fewer positions or rotates long texts differently.
 
         Raises:
-            InputError: for a context larger than the model's positions, or an engine with a pool.
+            InputError: for a context that the model does not allow, an engine with a pool, or
+                sequences on several devices.
         """
         return Conversation(self.runtime, samplings(sampling, 1)[0], context)
 
@@ -258,7 +264,8 @@ class Engine:
         """Resume a saved conversation with the same model and settings.
 
         Raises:
-            InputError: if the file is damaged or was saved with another model or other settings.
+            InputError: if the file is damaged or was saved with another model or other settings, or
+                if memory is too small.
         """
         return Conversation.resume(self.runtime, path)
 

@@ -68,8 +68,10 @@ class Run(Batch):
         """Prepare a run; arguments not listed are those of `Engine.start`.
 
         Args:
+            begun: cache of a conversation's earlier turns, which the prompt extends.
             capacity: capacity of the cache; by default the size of the prompts and new tokens.
             fit: whether to reduce the batch size until it fits into memory.
+            stops: strings of `checked_stops`.
         """
         self.clock = Clock()
         self.max_new_tokens = max_new_tokens
@@ -315,7 +317,7 @@ class Run(Batch):
         return pieces
 
     def finish_text(self) -> list[str]:
-        """Return the text held back because of an incomplete character, per prompt."""
+        """Return the text held back as a part of a character or of a stop string, per prompt."""
         return self._texts.finish()
 
     @property

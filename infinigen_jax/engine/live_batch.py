@@ -20,7 +20,8 @@ from infinigen_jax.engine.batching import extract
 from infinigen_jax.engine.dispatch import Stepped
 from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.engine.sequence_budgets import SequenceBudgets
-from infinigen_jax.prefill.prefill import CHUNK_UNIT, empty_cache, read_chunk
+from infinigen_jax.prefill.prefill import empty_cache, read_chunk
+from infinigen_jax.settings.engine import CHUNK_UNIT
 
 
 class Single(NamedTuple):
@@ -219,7 +220,7 @@ class LiveBatch(OpenBatch):
 
 
 def chunk_lengths(chunk: int) -> list[int]:
-    """Return the lengths of compiled chunks: powers of two times CHUNK_UNIT, up to `chunk`."""
+    """Return the lengths of compiled chunks: powers of two times CHUNK_UNIT, and `chunk`."""
     lengths = [min(CHUNK_UNIT, chunk)]
     while lengths[-1] < chunk:
         lengths.append(min(2 * lengths[-1], chunk))

@@ -32,7 +32,8 @@ class Remedies:
     def for_host(self, plan: "MemoryPlan", *, unified: bool) -> str:
         """Return the advice for too little host memory."""
         decoder = self.decoder
-        lower, use = [*self.lengths, *self._batch()], []
+        prefixes = ["`prefix_bytes`"] * bool(plan.prefixes)
+        lower, use = [*self.lengths, *prefixes, *self._batch()], []
         stored = decoder.row_format
         if plan.host_cache and stored.exact and dataclasses.replace(stored, name="int8").groups:
             use.append("`rows` int8")

@@ -98,7 +98,7 @@ class Rounds:
         self._numbers = [self.put(np.int32(i), self._at.whole) for i in range(most + 1)]
 
     def put(self, array: np.ndarray | np.int32, sharding: Any = None) -> Array:
-        """Copy an array to the device; the original may change while the copy is under way."""
+        """Copy an array to the device; the caller must not change it afterwards."""
         return jax.device_put(array, sharding or self._at.batch, may_alias=False)
 
     def ends(self, tokens: Sequence[int]) -> Int[Array, " n"]:

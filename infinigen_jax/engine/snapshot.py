@@ -1,8 +1,8 @@
 """Conversion of the cache of one sequence to arrays for a file, and back.
 
     host.N      [k, n, w] rows of host layer N, for the n cached tokens
-    leaf.N      other arrays except hot sets, in the order of the cache's tree; device layers are
-                also cut to n tokens
+    leaf.N      other arrays except hot sets, in the order of the cache's tree; device layers
+                without a sliding window are also cut to n tokens
 
 Hot sets are excluded: they affect transfers, never results. Rows of two-byte floats that the cache
 stores as integers (see `ops.bit_storage`) are floats in the file.

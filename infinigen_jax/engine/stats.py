@@ -26,7 +26,8 @@ class Stats:
             KV heads and sequences.
         fetched_fraction: ratio of fetched rows to cached rows, averaged likewise. Fetched rows are
             the selected rows missing from the hot set, without the padding of a transfer.
-        host_to_device_bytes_per_token: bytes of all rows moved, including padding.
+        host_to_device_bytes_per_token: bytes of all rows moved, including padding where whole
+            requests move (`Layout.padded_rows`).
         hot_set_hit_rate: share of the selected rows in the hot set; 0 without a hot set.
         host_cache_bytes, device_index_bytes, hot_set_bytes: sizes of the host cache, of the
             policy's state and of the hot sets.

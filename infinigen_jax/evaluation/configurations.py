@@ -13,6 +13,7 @@ from infinigen_jax.cli.options import (
     make_pool,
     policy_settings,
 )
+from infinigen_jax.numeric import LARGEST
 
 if TYPE_CHECKING:
     from infinigen_jax.engine.engine import Engine
@@ -76,9 +77,13 @@ def check(chosen: list[Configuration], model: "Model") -> None:
 
     in_place = make_transfer(chosen[0].options.transfer or "auto").in_place
     for configuration in chosen:
-        check_pool(configuration.pool, configuration.policy)
-        pooled = configuration.pool is not None
-        curves_for(model, configuration.policy.fitted(model, in_place, pooled))
+        pool, policy = configuration.pool, configuration.policy
+        check_pool(pool, policy)
+        fitted = policy.fitted(model, in_place, pool is not None)
+        fitted.check()
+        if pool is not None:
+            pool.slots(LARGEST, policy.sinks, policy.window)
+        curves_for(model, fitted)
         row_format(configuration.rows, model.dtype, model.config.head_dim)
 
 

@@ -16,7 +16,7 @@ that counts. Generation is greedy.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NoReturn
 
 from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
 from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
@@ -50,7 +50,7 @@ class InfiniGenLM(LM):
         traffic: rows and bytes moved by all requests so far.
 
     Raises:
-        InputError: for options out of range.
+        InputError: for wrong options.
     """
 
     def __init__(
@@ -163,7 +163,11 @@ def _engine(options: dict[str, Any], quiet: bool) -> Engine:
     from infinigen_jax.errors import Parser
     from infinigen_jax.messages import Messages
 
-    parser = Parser(prog="--model_args")
+    class Arguments(Parser):
+        def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+            raise InputError((message or "").removeprefix("error: "))  # not the end of a notebook
+
+    parser = Arguments(prog="--model_args")
     add_model_options(parser.add_argument)
     add_engine_options(parser)
     policy = str(options.get("policy", parser.get_default("policy")))

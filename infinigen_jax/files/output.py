@@ -14,8 +14,9 @@ def checked_output(parameter: str, name: str | None) -> Path | None:
     if name is None:
         return None
     path = Path(name)
-    folder = path.parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+    pipe = path.exists() and not path.is_file() and not path.is_dir()  # or /dev/stdout
+    written = path if pipe else path.parent
+    if path.is_dir() or not (pipe or written.is_dir()) or not os.access(written, os.W_OK):
         raise ParameterError(parameter, "cannot be written; give a file in a writable folder", path)
     return path
 

@@ -58,13 +58,14 @@ def keep_programs() -> None:
 
     Only command lines call it, before anything is compiled; a library must not change JAX's
     configuration. It serves commands for which `programs.Program` stores too little or nothing. It
-    has no effect if the user has set JAX's variables.
+    has no effect if the user has set JAX's variable of the folder.
     """
     if "JAX_COMPILATION_CACHE_DIR" in os.environ or (folder := program_folder()) is None:
         return
     prune_programs()
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_KEEPING)
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_KEEPING)
 
 
 @functools.cache

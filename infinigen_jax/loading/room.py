@@ -15,37 +15,42 @@ from infinigen_jax.machine.memory_limits import (
 from infinigen_jax.messages import format_bytes
 from infinigen_jax.models import Blueprint, blueprint
 from infinigen_jax.models.small_weights import small_dtype
+from infinigen_jax.numeric import listed
+from infinigen_jax.transfer.host_weights import in_host_memory
 
 READERS = 4  # layers read, and dequantised, at a time
 
 
 def check_room(folder: Path, architecture: Blueprint, weights: str) -> int | None:
     """Refuse weights that do not fit before reading any; return the bytes left, None if unknown."""
-    device, layers_on_device = jax.devices()[0], architecture.config.num_layers
-    layer = tree_bytes(architecture.layer_shapes)
+    device, layers = jax.devices()[0], architecture.config.num_layers
+    layer, smaller = tree_bytes(architecture.layer_shapes), ["a smaller model"]
+    if small_dtype(architecture.layer_shapes) is None:
+        smaller.insert(0, "`weight_dtype` int8")
 
-    def check(memory: str, needed: int, available: int | None, remedy: str) -> None:
+    def check(memory: str, needed: int, available: int | None, remedy: str = "") -> None:
         if available is not None and needed > available:
             raise MemoryShortageError(
                 f"{folder}: the weights need {format_bytes(needed)} of {memory}, and "
-                f"{format_bytes(available)} are available; {remedy}"
+                f"{format_bytes(available)} are available; {remedy or f'use {listed(smaller)}'}"
             )
 
-    smaller = "use `weight_dtype` int8 or a smaller model"
-    if weights == "host" and device.platform != "cpu":
-        on_host = layer * layers_on_device
-        check("host memory", on_host, available_host_bytes(), smaller)
-        pool = pinned_pool_limit_bytes(device)
-        check("pinned memory", on_host, pool, widen_pool_to(on_host))
-        layers_on_device = min(2, layers_on_device)  # layers on the device at a time
     embedding = tree_bytes(architecture.embedding_shapes)
-    needed = embedding + layer * layers_on_device
+    needed = embedding + layer * layers
+    if weights == "host" and device.platform != "cpu":
+        moved = tree_bytes(in_host_memory(architecture.layer_shapes))
+        check("host memory", layers * moved, available_host_bytes())
+        pool = pinned_pool_limit_bytes(device)
+        check("pinned memory", layers * moved, pool, widen_pool_to(layers * moved))
+        needed -= max(0, layers - 2) * moved  # two layers' are on the device at a time
+    elif device.platform != "cpu":
+        smaller.append("`weights` host")
     if small_dtype(architecture.layer_shapes) is not None:  # weights are read before they are small
         whole = blueprint(architecture.config, architecture.dtype)
         largest = max(map(tree_bytes, whole.embedding_shapes.values()))
         needed = max(needed + tree_bytes(whole.layer_shapes), embedding + largest)
     available = available_device_bytes(device)
-    check("memory", needed, available, f"{smaller}, or `weights` host")
+    check("memory", needed, available)
     return None if available is None else available - needed
 
 

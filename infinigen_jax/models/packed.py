@@ -1,6 +1,6 @@
 """Joined projections: queries, keys and values as one matrix, {"qkv"} in place of {"q", "kv"}.
 
-On a CPU three short products take longer than one, because each wakes the other threads. Layers are
+On a CPU two short products take longer than one, because each wakes the other threads. Layers are
 joined on loading there, or by an engine whose attention reads rows in the host's memory. Modules
 accept either form
 (`base.Blueprint.layer`).
@@ -16,7 +16,7 @@ from infinigen_jax.models.small_weights import Params
 
 
 def join(layer: Params) -> Params:
-    """Return a layer's parameters with the three projections joined."""
+    """Return a layer's parameters with the projections joined."""
     if "qkv" in layer:
         return layer
     rest = {name: part for name, part in layer.items() if name not in ("q", "kv")}

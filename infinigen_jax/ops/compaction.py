@@ -20,16 +20,16 @@ QUAD = 4  # words whose marks are counted together
 
 
 def compact(mask: Bool[Array, "b k t"], size: int) -> Int[Array, "b k n"]:
-    """Return positions of the marked entries, ascending, arbitrary ones after the last.
+    """Return positions of the marked entries, ascending, 0 after the last.
 
     On the CPU, marks are packed into 32-bit words. A mark's word is located by the running counts
     of the words, its place in the word by bisection, in work items from all rows.
     """
-    return jnp.minimum(compact_words(pack_marks(mask), size), mask.shape[-1] - 1)
+    return compact_words(pack_marks(mask), size)
 
 
 def compact_words(words: UInt32[Array, "b k v"], size: int) -> Int[Array, "b k n"]:
-    """Return `compact` of packed marks; places after the last mark hold arbitrary positions."""
+    """Return `compact` of packed marks."""
     b, k, v = words.shape
     slots = lax.platform_dependent(
         words.reshape(b * k, v),

@@ -120,7 +120,7 @@ def _finished(state: _Search, rank: Float[Array, "b k t"], count: Int[Array, "b 
     slots = compact_words(words, few)
     number = (state.at_low - state.at_high)[..., None]
     open_entries = lax.broadcasted_iota(jnp.int32, slots.shape, 2) < number
-    values = jnp.take_along_axis(rank, jnp.minimum(slots, t - 1), axis=2)
+    values = jnp.take_along_axis(rank, slots, axis=2)
     values = jnp.where(open_entries, _key(values), _LOWEST)
     # Number of entries of the row that are at least as large as each of them.
     at_least = values[..., None, :] >= values[..., None]

@@ -87,7 +87,8 @@ class Forecast:
             the plan's workspace.
         seconds: lower bound on the time of a decode step; None without bandwidths.
         lossless: times of the lossless mode; None without bandwidths, with a pool, if all rows are
-            on the device or streamed, or if the copy of the weights for drafts does not fit.
+            on the device or streamed, or if the copy of the weights or the room for drafts does
+            not fit.
     """
 
     settings: EngineOptions

@@ -9,6 +9,7 @@ keeps that state, one per layer on the host, and calls, in this order:
     append(...)                  add the keys of a prompt chunk, or of a flushed recent window
     observe_queries(...)         after `append` of a chunk, if it `observes`: the chunk's queries
     select(...)                  in each step: choose the rows that a layer requests
+    own_rest(...)                in each step, if it has a `tail_block` and `select` gives no rest
     observe(...)                 in each step after attention, if it `observes`
 
 A policy derived from `Budgeted` needs `name` and `select`, and with a state `init` and `append`.
@@ -61,7 +62,7 @@ class Policy:
             the previous layer's attention "input"; or the hidden state after attention to its
             "resident" rows alone, normalised with the selected layer's parameters.
         observes: whether the engine calls `observe` and stores the state that it returns. Not
-            supported for policies that need the layer's own input.
+            supported with a `lead` of 0 or a `tail_block`.
         reuses: default of the engine's hot set: whether fetched rows stay on the device.
         paged: whether the selection depends on when rows were flushed, as with pages filled row
             by row. A sequence then joins a batch only at a flush.
@@ -98,6 +99,9 @@ class Policy:
             check_range("policy.dense_layers", self.dense_layers, 0)
         if self.observes and not self.lead:
             raise ParameterError("policy", "one that `observes` needs a `lead` of 1", self.name)
+        if self.observes and self.tail_block:
+            problem = "one that `observes` has no `tail_block`; use one mean or no tail"
+            raise ParameterError("policy", problem, self.name)
 
     def streams(self, layer: int) -> bool:
         """Whether this layer, if on the host, attends to all its rows, block by block.
@@ -110,7 +114,7 @@ class Policy:
         """Return the static number of rows in a request per sequence, KV head and layer.
 
         Args:
-            capacity: number of tokens the cache can hold.
+            capacity: number of slots of the host cache: tokens it can hold, or rows of a pool.
         """
         raise NotImplementedError
 
@@ -158,9 +162,10 @@ class Policy:
         Args:
             weights: arrays from `prepare`.
             keys: keys of the tokens, rotated.
-            span: positions of the tokens.
-            slots: with a pool, slot of each row, replacing the entry of the slot's earlier row; t
-                for a token that is left out.
+            span: positions of the tokens. For a pool's prompt, slots: all, from the first; those in
+                use, at the front, are the only ones with a meaning.
+            slots: with a pool after the prompt, slot of each row, replacing the entry of the slot's
+                earlier row; t for a token that is left out.
         """
         return state
 

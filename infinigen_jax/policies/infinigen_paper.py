@@ -2,7 +2,7 @@
 
 Layers 0 and 1 are streamed whole from the host. No sinks or recent tokens stay on the device, a row
 is moved again in every step that requests it, and all heads and sequences fetch the same number of
-rows. Only the defaults differ from `InfiniGen`.
+rows. Only the defaults differ from `InfiniGen`, and basis "auto" is svd, the paper's, if it exists.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Quest (ICML 2024): fetch whole pages of tokens, ranked by an upper bound on their scores.
+"""Quest (ICML 2024): fetch pages of tokens, ranked by an upper bound on their scores.
 
 The device keeps the minimum and maximum of each key column in a page. For a query q,
 sum_i max(q_i min_i, q_i max_i) is at least the score of every key of the page. The bound uses the

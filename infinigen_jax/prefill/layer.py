@@ -22,7 +22,7 @@ Attend = Callable[[Array, Array, Array], ChunkAttention]  # queries, keys and va
 
 
 class Done(NamedTuple):
-    """Result of a layer over a chunk: queries and keys are scaled and rotated."""
+    """Result of a layer over a chunk: queries are scaled and rotated, keys rotated."""
 
     x: Float[Array, "b c e"]
     rows: Float[Array, "b k c w"]

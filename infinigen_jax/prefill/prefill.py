@@ -36,10 +36,10 @@ from infinigen_jax.errors import InputError
 from infinigen_jax.models import Params
 from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill import compiled as programs
+from infinigen_jax.settings.engine import CHUNK_UNIT
 from infinigen_jax.transfer.host_weights import in_host_memory, merged
 
 CHUNK = 1024  # most tokens of a sequence in a chunk on the CPU
-CHUNK_UNIT = 64
 LONG_CHUNK = 4096  # most tokens elsewhere: rows cross the bus, and more queries share them
 
 Notify = Callable[[int, int], None]  # (tokens read of the longest sequence, its length)
@@ -121,10 +121,10 @@ def longest_chunk(decoder: Decoder, batch: int) -> int:
 
 
 def chunk_length(tokens: int, most: int) -> int:
-    """Return the length of chunks: as equal as possible, a multiple of CHUNK_UNIT."""
+    """Return the length of chunks: as equal as possible, a multiple of CHUNK_UNIT, or `most`."""
     chunks = -(-tokens // most)
     unit = CHUNK_UNIT if tokens <= 512 else 2 * CHUNK_UNIT
-    return min(-(-tokens // (chunks * unit)) * unit, max(most, CHUNK_UNIT))
+    return min(-(-tokens // (chunks * unit)) * unit, most)
 
 
 def chunk_for(decoder: Decoder, batch: int, tokens: int, most: int | None) -> int:
@@ -137,7 +137,7 @@ def chunk_for(decoder: Decoder, batch: int, tokens: int, most: int | None) -> in
         most = tokens + 2 * CHUNK_UNIT
     most = most or longest_chunk(decoder, batch)
     if tokens > most and not decoder.row_format.exact:
-        return max(most, CHUNK_UNIT)
+        return most
     return chunk_length(tokens, most)
 
 

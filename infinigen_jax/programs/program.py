@@ -167,8 +167,8 @@ def is_foreign(settings: Any) -> bool:
         if isinstance(part, tuple):
             parts += part
         elif dataclasses.is_dataclass(part) and not isinstance(part, type):
-            rooms = {kind.__module__.partition(".")[0] for kind in type(part).__mro__}
-            if rooms - {"infinigen_jax"} - sys.stdlib_module_names:
+            packages = {kind.__module__.partition(".")[0] for kind in type(part).__mro__}
+            if packages - {"infinigen_jax"} - sys.stdlib_module_names:
                 return True
             parts += [getattr(part, field.name) for field in dataclasses.fields(part)]
     return False

@@ -61,7 +61,7 @@ class Limits:
         for _ in range(READERS + 1):  # and the answer that is alone
             plan += plan_cache(decoder, 1, capacity)
         reading = prefill_bytes(decoder, params, 1, chunk, capacity)
-        remedies = Remedies(decoder, ("`context`", "`prefix_bytes`"), batch, may_pool=False)
+        remedies = Remedies(decoder, ("`context`",), batch, may_pool=False)
         plan = dataclasses.replace(plan, prefixes=prefix_bytes, workspace=max(reading, step))
         check_memory(plan, engine.runtime.device, remedies)
         return cls(batch, context, capacity, chunk, waiting, prefix_bytes, heat_maps)

@@ -63,7 +63,8 @@ class Prompts:
             raise RefusedError("tools: this model's chat template has no place for them", "tools")
         self._check_length(sum(len(message["content"]) for message in messages), "messages")
         try:
-            text = render_chat(template, messages, self.tokenizer.special_tokens, tools=tools)
+            given = self.tokenizer.special_tokens, tools, body.chat_template_kwargs
+            text = render_chat(template, messages, *given)
             self._check_length(len(text), "messages")
             tokens = self.tokenizer.encode(text, add_special_tokens=False)
         except InputError as error:

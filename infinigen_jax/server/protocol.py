@@ -1,4 +1,4 @@
-"""Checked requests of OpenAI's interface. Unsupported parameters are refused, never ignored.
+"""Checked requests of OpenAI's interface; unsupported parameters that matter are refused.
 
 The first error of a list ends its check: an error for each of a million items would take minutes.
 """
@@ -28,7 +28,7 @@ MOST_STOPS = 16
 MOST_NAME = 100  # characters of an unknown name in the error
 UNSUPPORTED: LiteralString = "this parameter is not supported"
 # Parameters that only their neutral value is accepted for.
-NEUTRAL = (*("best_of", "logit_bias", "modalities", "service_tier", "store", "suffix"),)
+NEUTRAL = ("best_of", "logit_bias", "modalities", "suffix")
 Tokens = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 Stop = str | Annotated[list[str], Field(max_length=MOST_STOPS)]
 
@@ -84,13 +84,13 @@ class Format(Strict):
 class Generating(Strict, abc.ABC):
     """Parameters that both kinds of completions share.
 
-    Settings of `Sampling` have its names and limits, and OpenAI's limit of the temperature.
-    Parameters in NEUTRAL are accepted with their neutral value alone.
+    Settings of `Sampling` have its names and limits. Parameters in NEUTRAL are accepted with their
+    neutral value alone; those that cannot change an answer, such as `user`, with any.
     """
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2)
+    temperature: float | None = Field(None, ge=0)
     top_p: float | None = None
     top_k: Annotated[int, AfterValidator(lambda k: 0 if k == -1 else k)] | None = Field(
         None, description="0 or -1 for all"
@@ -99,7 +99,9 @@ class Generating(Strict, abc.ABC):
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    seed: Annotated[int, AfterValidator(lambda seed: seed % 2**32)] | None = None
+    seed: Annotated[int, AfterValidator(lambda n: None if n == -1 else n % 2**32)] | None = Field(
+        None, description="-1 or absent for a random one"
+    )
     n: int | None = Field(None, ge=1, le=MOST_ANSWERS)
     stop: Stop | None = None
     stream: bool | None = None
@@ -112,8 +114,11 @@ class Generating(Strict, abc.ABC):
     heat_map: bool | None = Field(None, description="Stream which cached tokens each token fetched")
     user: str | None = None
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
     metadata: dict[str, Any] | None = None
 
     @property
@@ -192,8 +197,8 @@ def _parsed(arguments: Any) -> Any:
         raise ValueError(f"not the text of a JSON object ({error})") from None
 
 
-class TextPart(Strict):
-    """Part of a message; only text."""
+class TextPart(BaseModel):
+    """Part of a message; only text. Further fields change no text."""
 
     type: Literal["text"]
     text: str
@@ -236,7 +241,9 @@ class Message(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_calls: (
+        Annotated[list[ToolCall], Field(fail_fast=True), AfterValidator(lambda x: x or None)] | None
+    ) = None
 
     def for_template(self) -> dict[str, Any]:
         """Return the message with its content as one text."""
@@ -256,7 +263,8 @@ class ChatCompletion(Generating):
     response_format: Format | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="For the template")
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
 
     @property

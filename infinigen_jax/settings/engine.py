@@ -11,6 +11,7 @@ TRANSFERS = ("auto", "xla", "cuda")
 ROW_FORMATS = ("auto", "int8", "int4")
 WEIGHTS = ("device", "host")
 WEIGHT_DTYPES = ("bfloat16", "int8", "int4")  # of `load`
+CHUNK_UNIT = 64  # prompts are read in chunks of multiples of it, or of `prefill_chunk`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,5 +85,5 @@ class EngineOptions(Settings):
         "tokens of a prompt read at a time (default: 1024 on the CPU, else up to 4096; a server: "
         "half of that)",
         "N",
-        whole_number(1),
+        whole_number(CHUNK_UNIT),
     )

@@ -80,7 +80,7 @@ class InfiniGenSettings(BudgetSettings):
         Range(LEAST_SHARE, math.inf),
     )
     partial_ratio: float = setting(
-        0.75, "share of a key's columns in the index, rounded up to whole words", "R", SHARE
+        0.75, "share of a key's columns in the index; int4 rounds up to whole words", "R", SHARE
     )
     index_dtype: str = setting("int4", check=OneOf(INDEX_DTYPES))
     count: str = setting("head", check=OneOf(COUNTS))

@@ -51,7 +51,7 @@ class IndexFormat:
 
     @classmethod
     def of_share(cls, name: str, head_dim: int, ratio: float) -> "IndexFormat":
-        """Return the format of a share of a key's columns, rounded up to whole words of codes."""
+        """Return the format of a share of a key's columns; int4 rounds up to whole words."""
         columns = max(1, int(head_dim * ratio + 1e-9))  # floor, exact for ratios such as 0.3
         if name == "int4":
             columns = min(-(-columns // CODES) * CODES, head_dim)

@@ -1,4 +1,4 @@
-"""Prediction, in layer l, of the tokens that layer l+1 will attend to (section 4.2 of the paper).
+"""Prediction, in layer l, of the tokens that layer l+1 will attend to (section 4.3 of the paper).
 
     a         layer l's normalised input, an approximation of layer l+1's
     q^        layer l+1's query computed from a, in its skewed basis, the first r columns
@@ -180,7 +180,7 @@ def speculate_query(
     positions: Int[Array, " b"],
     columns: int,
 ) -> Float[Array, "b k g r"]:
-    """Return the partial query of a layer (section 4.2 of the paper).
+    """Return the partial query of a layer (section 4.3 of the paper).
 
     Args:
         weights: its `speculation_weights`.

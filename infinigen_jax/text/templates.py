@@ -16,12 +16,14 @@ def render_chat(
     messages: list[dict[str, Any]],
     special_tokens: dict[str, str],
     tools: list[dict[str, Any]] | None = None,
+    variables: dict[str, Any] | None = None,
 ) -> str:
     """Render a chat template as `transformers` does, with a prompt for the next answer.
 
     Args:
         special_tokens: variables of the template, such as `bos_token`.
         tools: functions that the model may call, in OpenAI's format.
+        variables: further variables of the template, such as `enable_thinking`.
 
     Raises:
         InputError: if the template is invalid or refuses the messages.
@@ -33,7 +35,7 @@ def render_chat(
         "add_generation_prompt": True,
     }
     try:
-        return _compiled(template).render(special_tokens | inputs)
+        return _compiled(template).render(special_tokens | (variables or {}) | inputs)
     except Exception as error:  # a template may raise anything
         reason = (str(error) or type(error).__name__)[:1000]
         raise InputError(

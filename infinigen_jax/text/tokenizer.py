@@ -133,14 +133,16 @@ def encode_further(tokenizer: Any, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def check_vocabulary(parameter: str, tokens: Iterable[int], vocabulary: int) -> None:
-    """Refuse tokens that a model of `vocabulary` tokens does not have."""
+def check_vocabulary(
+    parameter: str, tokens: Iterable[int], vocabulary: int, of_text: bool = True
+) -> None:
+    """Refuse tokens, `of_text` or given, that a model of `vocabulary` tokens does not have."""
     unknown = next((token for token in tokens if not 0 <= token < vocabulary), None)
     if unknown is not None:
         raise ParameterError(
             parameter,
-            f"token {unknown} is not among the model's {vocabulary} tokens; the tokenizer is not "
-            "this model's",
+            f"token {unknown} is not among the model's {vocabulary} tokens; "
+            + ("the tokenizer is not this model's" if of_text else "give others"),
         )
 
 
@@ -238,7 +240,7 @@ def _from_transformers(folder: Path) -> Tokenizer:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
 
-    with refused(str(folder)), silent_panics():
+    with refused(str(folder), "add a tokenizer.json"), silent_panics():
         # Without an explicit refusal transformers asks on stdin whether to run code of the folder.
         loaded: Any = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
@@ -262,7 +264,7 @@ def tried(tokenizer: Tokenizer) -> Tokenizer:
 
 
 @contextlib.contextmanager
-def refused(where: str) -> Iterator[None]:
+def refused(where: str, remedy: str = AGAIN) -> Iterator[None]:
     """Report every error of a tokenizer library as bad input."""
     try:
         yield
@@ -272,7 +274,7 @@ def refused(where: str) -> Iterator[None]:
         # A panic of the compiled library is not an Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise InputError(f"{where}: the tokenizer cannot be used ({error}); {AGAIN}") from None
+        raise InputError(f"{where}: the tokenizer cannot be used ({error}); {remedy}") from None
 
 
 @contextlib.contextmanager

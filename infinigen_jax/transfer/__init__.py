@@ -2,8 +2,8 @@
 
 Imports cache, models and what they import. Start reading at xla.py. Each transfer is one file.
 
-`fetch` is traced into the step, where Python does not run between two layers. The rows that it
-returns exist once the transfer has ended; XLA runs other work meanwhile.
+`fetch` is traced into a layer's step, where Python does not run between request and use. The rows
+that it returns exist once the transfer has ended; XLA runs other work meanwhile.
 """
 
 from infinigen_jax.transfer.cuda import CudaTransfer, Transfer, make_transfer

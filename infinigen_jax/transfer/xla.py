@@ -23,9 +23,9 @@ CHUNK = 64  # missing rows per KV head moved into a hot set in one iteration
 class XlaTransfer:
     """Reference transfer.
 
-    Without a hot set every row of the request moves, including padding. With a hot set only missing
-    rows move, in chunks. On a GPU that loop reads its length back to the host; use the `cuda`
-    transfer there.
+    Without a hot set every row of the request moves, including padding. With a hot set missing rows
+    move in chunks, as many for all KV heads as the one that misses most needs. On a GPU that loop
+    reads its length back to the host; use the `cuda` transfer there.
 
     Attributes:
         in_place: whether no rows move without a hot set, and attention reads valid rows in the host

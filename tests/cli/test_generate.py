@@ -67,6 +67,7 @@ class Narrow(Window):
     def append(self, weights, state, keys): return state
 class Early(Window): lead = 2
 class Blind(Window): lead, observes = 0, True
+class Blocks(Window): observes, tail_block = True, 16
 class Mistyped(Window):
     def select(self, lookup): return self.choose(lookup.queries, lookup)
 class Empty(Window):
@@ -137,6 +138,7 @@ def test_a_policy_of_another_package(run, refused, tmp_path, monkeypatch):
         "elsewhere:Narrow": "`append`: too many positional arguments",
         "elsewhere:Early": "its `lead` is 2; use 0 or 1",
         "elsewhere:Blind": "one that `observes` needs a `lead` of 1",
+        "elsewhere:Blocks": "one that `observes` has no `tail_block`",
         "quest:page=7": "page 7: use 1, 2, 4, 8, 16, 32, 64 or 128",
         "elsewhere:Needs": "--policy elsewhere:Needs: .*stride",
         "elsewhere:Refuses": "--policy elsewhere:Refuses: 3 is odd",
@@ -338,6 +340,15 @@ def test_options_reach_the_engine(options, given, refused):
     expected = OPTIONS[options]
     line = refused(generate.main, "--prompt", "The king", "--quiet", *options.split())
     assert STARTED in line and {key: given[key] for key in expected} == expected
+
+
+def test_auto_leaves_settings_to_the_engine(given, refused):
+    names = "dense_layers", "hot_set", "draft_tokens", "draft_weights", "prefill_chunk"
+    options = (part for name in names for part in (f"--{name.replace('_', '-')}", "auto"))
+    assert STARTED in refused(generate.main, "--prompt", "The king", "--quiet", *options)
+    assert not given.keys() & set(names)
+    line = refused(generate.main, "--prompt", "The king", "--draft-tokens", "automatic")
+    assert "--draft-tokens automatic: it must be a whole number" in line
 
 
 def test_prompts_and_their_prefix_reach_the_engine(given, refused, tmp_path):

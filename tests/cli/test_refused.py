@@ -32,7 +32,7 @@ GENERATE = {
     "--weights disk": "--weights disk",
     "--weight-dtype int3": "--weight-dtype int3: use bfloat16, int8 or int4",
     "--batch 0": "--batch",
-    "--prefill-chunk 0": "--prefill-chunk",
+    "--prefill-chunk 63": "--prefill-chunk",
     "--stop ''": "--stop '': give a text",
     "--logprobs 2": "--logprobs: they are written to --stats-json",
     "--prefix ''": "--prefix: it is empty",

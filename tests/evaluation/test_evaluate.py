@@ -202,7 +202,7 @@ def test_what_comes_to_the_same_is_measured_once_and_options_without_effect_are_
         *("infinigen:count=mean", "infinigen:count=mean,speculate_from=resident"),
         *("infinigen:tail=false,tail_tokens=16", "window"),
     )
-    chosen = parsed(*given, "--prefill-chunk", "8", "--pool-tokens", "all", "20", "--quiet",
+    chosen = parsed(*given, "--prefill-chunk", "64", "--pool-tokens", "all", "20", "--quiet",
                     "--policy", *policies)  # fmt: skip
     said: list[str] = []
 
@@ -222,7 +222,7 @@ def test_what_comes_to_the_same_is_measured_once_and_options_without_effect_are_
     assert all(s.get("tail_tokens") in (0, 64, None) for s in lines)
     other = {line.split(": ", 1)[1] for line in said if "the same as" not in line}
     for option in (
-        *("--prefill-chunk 8", f"--policy {policies[1]}: speculate_from"),
+        *("--prefill-chunk 64", f"--policy {policies[1]}: speculate_from"),
         f"--policy {policies[2]}: tail_tokens",
     ):
         assert any(line.startswith(f"{option}: ") for line in other), option

@@ -122,6 +122,7 @@ class Request(NamedTuple):
 def test_the_harness():
     from infinigen_jax.evaluation.lm_eval import InfiniGenLM
 
+    refuses("^--budget 7: ", InfiniGenLM, budget=7)
     model = load(embedded())
     tokenizer = model.tokenizer
     lm: Any = InfiniGenLM(Engine(model, policy=Full()), batch_size=2)

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import ROOT, make_tiny, only, python, started
+from tiny import ROOT, make_tiny, only, python, refuses, started
 
 from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.errors import InputError
 from infinigen_jax.files import atomic
 from infinigen_jax.files.atomic import staged, whole_file, write_text
+from infinigen_jax.files.output import checked_output
 
 
 def killed(what: str, folder: Path) -> tuple[list[str], list[str]]:
@@ -105,3 +106,11 @@ def test_a_folder_replaces_another(exchanges, tmp_path, monkeypatch):
         with staged(tmp_path / "folder") as folder:
             write_text(folder / number, number)
         assert only(tmp_path / "folder") == [number] and only(tmp_path) == ["folder"]
+
+
+def test_a_result_goes_to_a_pipe_in_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path).name == "pipe")
+    assert checked_output("json", str(tmp_path / "pipe")) == tmp_path / "pipe"
+    for refused in (tmp_path / "file", tmp_path, tmp_path / "missing" / "file"):
+        refuses("^json .*: cannot be written", checked_output, "json", str(refused))

@@ -90,11 +90,13 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "a shared prefix": ("gqa", INFINIGEN, {"prefix": list(range(3, 43))}),
     "chunks": ("gqa", INFINIGEN, {"prefix": list(range(3, 93)), "prefill_chunk": 64}),
     **{
-        f"lossless, {name}": ("gqa", INFINIGEN, {"lossless": True, "draft_tokens": 3, **settings})
-        for name, settings in {
-            "rows int8": {"rows": "int8"},
-            "weights on the host": {"weights": "host"},
-        }.items()
+        f"lossless, {name}": (model, INFINIGEN, {"lossless": True, "draft_tokens": 3, **settings})
+        for name, model, settings in (
+            ("rows int8", "gqa", {"rows": "int8"}),
+            ("weights on the host", "gqa", {"weights": "host"}),
+            ("a shared prefix", "gqa", {"prefix": list(range(3, 43))}),
+            ("soft caps", "gemma2", {}),
+        )
     },
 }
 
@@ -140,7 +142,7 @@ def test_it_compiles(case: str, calls: dict[str, Call], monkeypatch: pytest.Monk
     model = random_model(name, settings.pop("dtype", "float32"))
     prefix = settings.pop("prefix", [])
     made = Engine(model, policy=policy, **settings)
-    made.generate([prefix + prompt for prompt in RAGGED], max_new_tokens=8)
+    made.generate(RAGGED, max_new_tokens=8, prefix=prefix)
     assert {"embed", "keep_rows"} <= {call.name for call in calls.values()}
     for call in list(calls.values()):
         compile_for_gpu(call.program, *call.arguments, keywords=call.keywords)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ from infinigen_jax.engine.memory_plan import MemoryPlan, check_memory
 from infinigen_jax.engine.remedies import LENGTHS, Remedies
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading import room
+from infinigen_jax.loading.load import embedded, load
 from infinigen_jax.machine import memory_limits
 from infinigen_jax.machine.backend import FRACTIONS, claim_memory
 from infinigen_jax.machine.memory_limits import (
@@ -182,11 +184,12 @@ def test_remedies_are_options_that_apply():
         return remedies.for_host(plan, unified=unified), remedies.for_device(plan)
 
     host, device = of(("`context`",), 1, False, False, dense_layers=0)
-    lower = "lower `context`, `prefill_chunk`, `hot_set` or `partial_ratio`, or use"
-    assert host == f"{lower} `rows` int8" and device == f"{lower} `weights` host"
+    parts = "`prefill_chunk`, `hot_set` or `partial_ratio`, or use"
+    assert host == f"lower `context`, `prefix_bytes`, {parts} `rows` int8"
+    assert device == f"lower `context`, {parts} `weights` host"
     host, device = of(LENGTHS, 1, True, rows="int8", weights="host", dense_layers=1, unified=False)
     assert host == (
-        "lower the prompt length, `max_new_tokens` or the number of prompts to 1, "
+        "lower the prompt length, `max_new_tokens`, `prefix_bytes` or the number of prompts to 1, "
         "or use `pool.tokens`, more `dense_layers` or `weights` device"
     )
     assert "`weights`" not in device and "`dense_layers`" in device
@@ -214,19 +217,29 @@ def test_pinned_arrays_are_counted():
     assert pinned_bytes_in_use(device) == before
 
 
-def test_weights_that_the_host_has_no_room_for(monkeypatch, tmp_path):
-    model = random_model("gqa")
-    shapes = blueprint(model.config, model.dtype)
-    needed = tree_bytes(shapes.layer_shapes) * shapes.config.num_layers
+def test_weights_that_the_host_has_no_room_for(monkeypatch):
+    """Two layers' matrices are on the device at a time; the others wait on the host."""
+    model = load(embedded("tiny-llama"), weights="host")
+    sizes = dict.fromkeys(("device", "pinned_host"), 0)
+    for x in jax.tree.leaves(model.params):
+        sizes[x.sharding.memory_kind] += x.nbytes
+    on_host = sizes["pinned_host"]
+    on_device = sizes["device"] + 2 * on_host // model.config.num_layers
+    given = Path("folder"), blueprint(model.config, model.dtype)
     monkeypatch.setattr(jax, "devices", lambda: [FakeDevice("gpu")])
-    monkeypatch.setattr(room, "available_host_bytes", lambda: needed)
-    room.check_room(tmp_path, shapes, "host")
-    monkeypatch.setattr(room, "pinned_pool_limit_bytes", lambda device: needed - 1)
-    with pytest.raises(InputError, match=f"pinned memory.*set {PINNED_POOL_VARIABLE}=3"):
-        room.check_room(tmp_path, shapes, "host")
-    monkeypatch.setattr(room, "available_host_bytes", lambda: needed - 1)
-    refuses("of host memory, .*use `weight_dtype` int8", room.check_room, tmp_path, shapes, "host")
-    room.check_room(tmp_path, shapes, "device")
+    monkeypatch.setattr(room, "available_device_bytes", lambda device: on_device)
+    monkeypatch.setattr(room, "available_host_bytes", lambda: on_host)
+    assert room.check_room(*given, "host") == 0
+    refuses("of memory, .*smaller model or `weights` host", room.check_room, *given, "device")
+    monkeypatch.setattr(room, "pinned_pool_limit_bytes", lambda device: on_host - 1)
+    with pytest.raises(InputError, match=f"pinned memory.*set {PINNED_POOL_VARIABLE}="):
+        room.check_room(*given, "host")
+    monkeypatch.setattr(room, "available_host_bytes", lambda: on_host - 1)
+    refuses("of host memory, .*use `weight_dtype` int8", room.check_room, *given, "host")
+    monkeypatch.setattr(room, "available_device_bytes", lambda device: on_device - 1)
+    monkeypatch.setattr(room, "available_host_bytes", lambda: on_host)
+    monkeypatch.setattr(room, "pinned_pool_limit_bytes", lambda device: None)
+    refuses("of memory, .*int8 or a smaller model$", room.check_room, *given, "host")
 
 
 @pytest.mark.parametrize("vocabulary", [96, 96000])

@@ -29,6 +29,7 @@ PROMPT = "Once upon a time"
 LONG = "It was a dark and stormy night, and the old man looked at the sea. " * 6
 TEMPLATE = (
     "{% if tools %}[{{ tools[0].function.name }}]{% endif %}"
+    "{% if enable_thinking %}(thinks){% endif %}"
     "{% for m in messages %}<{{ m.role }}> {{ m.content }}"
     "{% for c in m.tool_calls or () %}[{{ c.function.name }} {{ c.function.arguments.place }}]"
     "{% endfor %}{{ '\n' }}{% endfor %}"

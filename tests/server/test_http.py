@@ -11,6 +11,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,7 +75,12 @@ def test_a_chat_template_from_a_file(tmp_path, monkeypatch):
     given = ["--model", "tiny-llama", "--chat-template", str(tmp_path / "template")]
     arguments = serve.build_parser().parse_args([*given, "--quiet"])
     engine = serve.make_scheduler(arguments, Messages(True)).engine
-    assert engine.encode_chat([USER]) == engine.encode("x!", first=False)
+    assert engine.encode_chat([USER]) == engine.encode("x!", add_special_tokens=False)
+
+
+def test_the_name_of_a_model_is_its_folders_or_as_given():
+    for model, name in {".": Path.cwd().name, "org/model": "org/model"}.items():
+        assert serve.make_service(serve.build_parser().parse_args(["--model", model])).model == name
 
 
 WRONG_FIELDS: list[dict[str, Any]] = [

@@ -56,7 +56,7 @@ def test_chat(served: Served):
     parts = list(create(**settings, max_tokens=20, stream=True))
     assert "".join(part.choices[0].delta.content or "" for part in parts) == expected
     assert parts[0].choices[0].delta.role == "assistant"
-    content = [{"type": "text", "text": "a "}, {"type": "text", "text": "story"}]
+    content = [{"type": "text", "text": "a ", "id": "1"}, {"type": "text", "text": "story"}]
     developer = {"role": "developer", "content": "Tell"}  # the template knows no such role
     settings["messages"] = [developer, {"role": "user", "content": content}]
     (choice,) = create(**settings, max_tokens=20, logprobs=True, top_logprobs=2).choices
@@ -113,7 +113,7 @@ def test_echo(served: Served):
 
 
 REFUSED = {
-    "temperature": {"temperature": 3},
+    "temperature": {"temperature": 1e9},
     "top_p": {"top_p": 0},
     "n": {"n": 99},
     "logprobs": {"logprobs": 21},
@@ -175,14 +175,21 @@ def test_null_is_as_left_out(served: Served):
 
 
 def test_values_that_change_nothing(served: Served):
-    neutral = {"top_k": -1, "store": False, "metadata": {"a": "b"}, "logit_bias": {}}
+    neutral = {"top_k": -1, "store": True, "metadata": {"a": "b"}, "logit_bias": {}}
+    neutral |= {"prompt_cache_key": "x", "safety_identifier": "x", "service_tier": "flex"}
     drawn: Any = {"temperature": 1.0, "seed": 3}
     plain, same = (served.complete(PROMPT, **drawn, extra_body=x) for x in ({}, neutral))
     assert same.choices[0].text == plain.choices[0].text != ""
     messages = [{"role": "user", "content": "x"}]
     settings = {"model": "small", "messages": messages, "max_tokens": 1}
-    answer = served.client.chat.completions.create(**settings, extra_body={"top_logprobs": 0})
+    extra = {"top_logprobs": 0, "parallel_tool_calls": False}
+    answer = served.client.chat.completions.create(**settings, extra_body=extra)
     assert answer.choices[0].logprobs is None
+
+
+def test_the_seed_minus_one_is_a_random_one(served: Served):
+    draws = {served.complete(PROMPT, temperature=1.0, seed=-1).choices[0].text for _ in range(2)}
+    assert len(draws) == 2
 
 
 def test_models(served: Served):

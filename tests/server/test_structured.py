@@ -14,6 +14,7 @@ from serving import PROMPT, TEMPLATE, Served
 
 from infinigen_jax.loading.load import embedded
 from infinigen_jax.server.grammar import Grammars, allowed_tokens
+from infinigen_jax.server.protocol import Message
 from infinigen_jax.server.wire import Wire
 from infinigen_jax.text.tokenizer import load_tokenizer
 
@@ -139,7 +140,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("response_format", {"response_format": FORMAT, "extra_body": {"ignore_eos": True}}),
     ("tools", {"tools": [{"type": "function", "function": {"description": "no name"}}]}),
     ("tool_choice", {"tools": TOOLS, "tool_choice": "required"}),
-    ("parallel_tool_calls", {"tools": TOOLS, "parallel_tool_calls": False}),
     ("functions", {"functions": [{"name": "f"}]}),
     ("messages", {"messages": [called("[" * 100_000)]}),
     (
@@ -147,7 +147,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         {"messages": [called("{")]},
     ),
     (
-        "messages.0.content.0.image_url: this parameter",
+        "messages.0.content.0.type: Input should be 'text'",
         {"messages": [{"role": "user", "content": [IMAGE]}]},
     ),
     (
@@ -190,6 +190,13 @@ def test_tools_go_to_the_template(served: Served):
     assert length(tools=TOOLS, tool_choice="none") == length() == expected(text)
     messages[1] = called("")
     assert length() == expected(text.replace("weather Rome", "f "))
+    extra = {"chat_template_kwargs": {"enable_thinking": True, "messages": []}}
+    assert length(extra_body=extra) == expected("(thinks)" + text.replace("weather Rome", "f "))
+
+
+def test_an_empty_list_of_calls_is_none():
+    message = Message(role="assistant", content="x", tool_calls=[])
+    assert message.for_template() == {"role": "assistant", "content": "x"}
 
 
 def test_templates_get_parameters_of_every_tool(served: Served, monkeypatch):
