@@ -158,7 +158,9 @@ def _copy_blocks(
 
     def copy(i: Array, host: Array) -> Array:
         layer, place = i // blocks, jnp.minimum(i % blocks * block, capacity - block)
-        return write_block(host, layer, sequence, place, read(layer, place, block), decoder.mesh)
+        # The barrier keeps the write's reshape from the copy to the device, which XLA refuses.
+        rows = lax.optimization_barrier(read(layer, place, block))
+        return write_block(host, layer, sequence, place, rows, decoder.mesh)
 
     return lax.fori_loop(jnp.int32(0), layers * blocks, copy, host)
 

@@ -88,6 +88,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "layerwise": ("gqa", INFINIGEN, {"schedule": "layerwise"}),
     "checked": ("gqa", INFINIGEN, {"check": True}),
     "a shared prefix": ("gqa", INFINIGEN, {"prefix": list(range(3, 43))}),
+    "waiting prompts": ("gqa", INFINIGEN, {"batch": 1}),
     "chunks": ("gqa", INFINIGEN, {"prefix": list(range(3, 93)), "prefill_chunk": 64}),
     **{
         f"lossless, {name}": (model, INFINIGEN, {"lossless": True, "draft_tokens": 3, **settings})
@@ -95,7 +96,8 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
             ("rows int8", "gqa", {"rows": "int8"}),
             ("weights on the host", "gqa", {"weights": "host"}),
             ("a shared prefix", "gqa", {"prefix": list(range(3, 43))}),
-            ("soft caps", "gemma2", {}),
+            ("waiting prompts", "gqa", {"batch": 1}),
+            ("soft caps", "gemma2", {"dense_layers": 0}),
         )
     },
 }
@@ -140,9 +142,9 @@ def test_it_compiles(case: str, calls: dict[str, Call], monkeypatch: pytest.Monk
     name, policy, given = CASES[case]
     settings: dict[str, Any] = {"dense_layers": 1, **given}
     model = random_model(name, settings.pop("dtype", "float32"))
-    prefix = settings.pop("prefix", [])
+    asked = {key: settings.pop(key) for key in ("prefix", "batch") if key in settings}
     made = Engine(model, policy=policy, **settings)
-    made.generate(RAGGED, max_new_tokens=8, prefix=prefix)
+    made.generate(RAGGED, max_new_tokens=8, **asked)
     assert {"embed", "keep_rows"} <= {call.name for call in calls.values()}
     for call in list(calls.values()):
         compile_for_gpu(call.program, *call.arguments, keywords=call.keywords)

@@ -1,13 +1,18 @@
 """A cache in pinned host memory: how it is allocated, and that careless programs are found out."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 from compile_for_gpu import compile_for_gpu, on_device, on_host
 from jax import lax
 from reading import assert_no_copy_larger_than, assert_updated_in_place, copies, large_results
+from runtime import engine
 
-from infinigen_jax.cache.host_array import _allocation, default_mesh
+from infinigen_jax.cache.host_array import Placement, _allocation, default_mesh
+from infinigen_jax.decode.layer_rows import STREAM_BLOCK
+from infinigen_jax.engine.batching import copy_sequence
 
 LAYERS, BATCH, HEADS, CAPACITY, ROW = 2, 3, 4, 1024, 256
 SHAPE = (LAYERS, BATCH, HEADS, CAPACITY, ROW)
@@ -24,6 +29,20 @@ def test_allocating_takes_no_temporary():
     assert program.memory["host_output"] == CACHE_BYTES
     assert program.memory["temp"] == program.memory["host_temp"] == 0
     assert not copies(program)
+
+
+@pytest.mark.parametrize("layers", [1, LAYERS])
+def test_a_sequence_is_copied_into_a_batch_block_by_block(layers):
+    """This happens when a prompt joins a batch, and for a shared prefix."""
+    at, block = Placement(default_mesh()), HEADS * STREAM_BLOCK * ROW * 2
+    copy = functools.partial(copy_sequence, engine("one").decoder)
+    shapes = ((layers, sequences, *SHAPE[2:]) for sequences in (BATCH, 1))
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=at.host) for shape in shapes]
+    numbers = [jax.ShapeDtypeStruct((), jnp.int32, sharding=at.whole)] * 3
+    jitted = jax.jit(copy, donate_argnums=0, out_shardings=at.host)
+    program = compile_for_gpu(jitted, *arrays, *numbers)
+    assert_updated_in_place(program, layers * LAYER_BYTES)
+    assert_no_copy_larger_than(program, block)
 
 
 def test_appending_without_donation_is_found_out():
