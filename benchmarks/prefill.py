@@ -95,7 +95,7 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
         systems["transformers"] = lambda prompts: (
             Transformers(other, "transformers", prompts, 1).prefill_seconds
         )
-    if options.gguf:
+    if options.gguf and not options.alone:
         systems["llama.cpp-f32"] = lambda prompts: (
             LlamaCpp(options.gguf, "llama.cpp-f32", prompts, 1, GGUF_COPIES).prefill_seconds
         )

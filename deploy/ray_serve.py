@@ -30,11 +30,11 @@ class Replica:
     """One server; Ray calls its methods."""
 
     def __init__(self, arguments: argparse.Namespace):
-        self._arguments = arguments
+        self._service = make_service(arguments)
         self._scheduler = make_scheduler(arguments, Messages(arguments.quiet))
 
     def __serve_build_asgi_app__(self) -> Any:
-        return create_app(self._scheduler, make_service(self._arguments))
+        return create_app(self._scheduler, self._service)
 
     async def check_health(self) -> None:
         """Wait for the end of the warm-up; then raise an error if the scheduler has ended."""

@@ -1,6 +1,6 @@
 """Command line: predict memory and time of a generation. `python -m infinigen_jax.plan --help`
 
-It reads no weights, only the configuration. One table goes to stdout.
+It reads no weights. One table goes to stdout.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from infinigen_jax.cli.options import (
 )
 from infinigen_jax.errors import InputError, Parser, run_command
 from infinigen_jax.files.output import checked_output, write_json
+from infinigen_jax.files.regular import absolute
 from infinigen_jax.messages import Messages, format_bytes
 from infinigen_jax.numeric import Range, whole_number
 from infinigen_jax.settings.engine import EngineOptions
@@ -99,7 +100,7 @@ def plan(arguments: argparse.Namespace) -> None:
     conversion = conversion_of(folder, config)
     planner = Planner(config, dtype, conversion, policy, arguments, machine)
     advice = advise(planner, arguments.batch, arguments.context)
-    print(report(advice, Path(arguments.model or folder).resolve(), dtype.name, arguments))
+    print(report(advice, absolute(arguments.model or folder), dtype.name, arguments))
     if conversion.assumed and arguments.dense_layers is None and policy.dense_layers is None:
         print(
             f"{advice.asked.settings.dense_layers} dense layers and equal budgets are assumed; the "

@@ -7,7 +7,6 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from infinigen_jax.cli.options import (
@@ -18,7 +17,7 @@ from infinigen_jax.cli.options import (
     load_engine,
 )
 from infinigen_jax.errors import InputError, Parser, run_command
-from infinigen_jax.files.regular import read_text
+from infinigen_jax.files.regular import absolute, read_text
 from infinigen_jax.messages import KEPT, Messages
 from infinigen_jax.numeric import Range, whole_number
 from infinigen_jax.settings.engine import EngineOptions
@@ -163,7 +162,8 @@ def make_service(arguments: argparse.Namespace) -> "Service":
     if key == "":
         raise InputError(f"--api-key, or {KEY_VARIABLE}: it is empty; give a key, or leave it out")
     model = arguments.model or DEFAULT_MODEL
-    name = Path(model).resolve().name if Path(model).exists() else model
+    path = absolute(model)
+    name = path.name if path.exists() else model
     return Service(
         model=arguments.served_model_name or name,
         drain_seconds=arguments.shutdown_seconds,

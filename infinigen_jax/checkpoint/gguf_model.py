@@ -147,9 +147,11 @@ def wide_tensors(file: GgufFile) -> set[str]:
 
 def _names(file: GgufFile) -> dict[str | None, str]:
     """Return Hugging Face's names of tensors by GGUF's, from the table of llama.cpp's converter."""
-    config = read_config(file)[1]
-    kinds = {name: kind for kind, name in file.package.MODEL_ARCH_NAMES.items()}
-    known = file.package.get_tensor_name_map(kinds[architecture(file)[0]], config.num_layers)
+    config, name = read_config(file)[1], architecture(file)[0]
+    kinds = {known: kind for kind, known in file.package.MODEL_ARCH_NAMES.items()}
+    if name not in kinds:
+        raise InputError(f"{file.path}: the gguf package does not know {name}; upgrade it")
+    known = file.package.get_tensor_name_map(kinds[name], config.num_layers)
     names = [spec.name for spec in expected(blueprint(config, jnp.float32)).flat()]
     # The table lacks the output matrix of families that always share it with the embeddings.
     named = {known.get_name(name, (".weight", ".bias")): name for name in names}

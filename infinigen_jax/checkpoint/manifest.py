@@ -96,8 +96,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest = Manifest(**{name: value[name] for name in fields})
         frozenset(manifest.wide)  # a TypeError if they are not names
-        if any(int(file["size"]) < 0 or not file["sha256"] for file in manifest.files.values()):
-            raise ValueError
+        sizes = [(str(f["sha256"]), int(f["size"])) for f in manifest.files.values()]
     except (KeyError, TypeError, ValueError, AttributeError):
         raise InputError(f"{path}: damaged, fields are missing; {AGAIN}") from None
     if manifest.speculate_from not in SOURCES:
@@ -110,7 +109,7 @@ def read_manifest(folder: Path) -> Manifest:
     if outside or unchecked:
         why = f"{outside[0]!r} is not a file name" if outside else f"without {min(unchecked)}"
         raise InputError(f"{path}: damaged, {why}; {AGAIN}")
-    if manifest.skew not in SKEWS:
+    if manifest.skew not in SKEWS or not sizes:
         raise InputError(f"{path}: damaged, skew {manifest.skew!r} is unknown; {AGAIN}")
     return manifest
 

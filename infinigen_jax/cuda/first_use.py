@@ -67,7 +67,7 @@ def remember(device: Any) -> None:
 
 
 def combination(device: Any) -> str:
-    """Return lines that identify everything a check's outcome depends on."""
+    """Return lines that identify what may affect a check's outcome."""
     return "\n".join(
         [
             f"GPU {device.device_kind}",
@@ -82,7 +82,7 @@ def combination(device: Any) -> str:
 
 
 def sources() -> bytes:
-    """Return the code of the kernels, of their launch and of the check."""
+    """Return the code of the kernels, of their launch and of the check, and of modules they use."""
     package = resources.files("infinigen_jax")
     callers = ("check_kernels.py", "transfer/cuda.py", "cache/host_array.py", "ops/attention.py")
     files = [*(package / "cuda").iterdir(), *(package / name for name in callers)]

@@ -269,8 +269,8 @@ class Steps(NamedTuple):
     """Compiled functions of a Decoder; they donate the cache arrays that they replace.
 
     Attributes:
-        fused: a whole step; returns logits of the next tokens, the most likely ones, the arrays
-            that it replaces, and counts.
+        fused: a whole step; returns the arrays that it replaces, logits of the next tokens, the
+            most likely tokens, and counts.
         checked: `fused`, with the first stage that is not finite (see `decode.finite_check`).
         pieces: programs of the layerwise schedule.
         predict: logits and most likely tokens, the last program of a layerwise step.

@@ -55,7 +55,7 @@ def encode(
             which writes its own.
         further: whether text continues other text; it gets no special tokens.
     """
-    if of_text := isinstance(prompt, str):
+    if isinstance(prompt, str):
         if not prompt:
             raise ParameterError("prompts", "the prompt is empty; give at least one character")
         checked_text("prompts", prompt)
@@ -73,5 +73,5 @@ def encode(
         raise ParameterError("prompts", f"a token is a whole number ({error})") from None
     if not tokens:
         raise ParameterError("prompts", "the prompt has no tokens; give at least one")
-    check_vocabulary("prompts", tokens, model.config.vocab_size, of_text)
+    check_vocabulary("prompts", tokens, model.config.vocab_size)
     return tokens

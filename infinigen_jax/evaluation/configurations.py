@@ -13,7 +13,6 @@ from infinigen_jax.cli.options import (
     make_pool,
     policy_settings,
 )
-from infinigen_jax.numeric import LARGEST
 
 if TYPE_CHECKING:
     from infinigen_jax.engine.engine import Engine
@@ -69,7 +68,7 @@ def configurations(arguments: argparse.Namespace, *, reference: bool) -> list[Co
 
 
 def check(chosen: list[Configuration], model: "Model") -> None:
-    """Refuse at the start any configuration that its engine would refuse later."""
+    """Refuse at the start what engines would refuse later, whatever the lengths of texts."""
     from infinigen_jax.cache.row_format import row_format
     from infinigen_jax.engine.runtime import curves_for
     from infinigen_jax.engine.settings import check_pool
@@ -77,12 +76,10 @@ def check(chosen: list[Configuration], model: "Model") -> None:
 
     in_place = make_transfer(chosen[0].options.transfer or "auto").in_place
     for configuration in chosen:
-        pool, policy = configuration.pool, configuration.policy
-        check_pool(pool, policy)
-        fitted = policy.fitted(model, in_place, pool is not None)
+        check_pool(configuration.pool, configuration.policy)
+        pooled = configuration.pool is not None
+        fitted = configuration.policy.fitted(model, in_place, pooled)
         fitted.check()
-        if pool is not None:
-            pool.slots(LARGEST, policy.sinks, policy.window)
         curves_for(model, fitted)
         row_format(configuration.rows, model.dtype, model.config.head_dim)
 

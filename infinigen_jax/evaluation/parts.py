@@ -14,6 +14,7 @@ import numpy as np
 
 from infinigen_jax.errors import InputError
 from infinigen_jax.files.atomic import whole_file
+from infinigen_jax.files.output import is_open
 
 
 class Measurement(NamedTuple):
@@ -33,8 +34,7 @@ class Parts:
     """
 
     def __init__(self, output: Path | None, key: dict[str, Any]):
-        # Keep nothing next to a pipe or /dev/stdout.
-        keeps = output is not None and (output.is_file() or not output.exists())
+        keeps = output is not None and not is_open(output)
         self.folder = output.with_name(f"{output.name}.parts") if output and keeps else None
         self.key = key
 

@@ -8,23 +8,31 @@ from typing import Any
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.files.atomic import whole_file
 
+OPEN = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")  # names of files that are open
+
 
 def checked_output(parameter: str, name: str | None) -> Path | None:
     """Return the path of a result file after checking, before the work, that it can be written."""
     if name is None:
         return None
     path = Path(name)
-    pipe = path.exists() and not path.is_file() and not path.is_dir()  # or /dev/stdout
-    written = path if pipe else path.parent
-    if path.is_dir() or not (pipe or written.is_dir()) or not os.access(written, os.W_OK):
+    open_ = is_open(path)
+    written = path if open_ else path.parent
+    if path.is_dir() or not (open_ or written.is_dir()) or not os.access(written, os.W_OK):
         raise ParameterError(parameter, "cannot be written; give a file in a writable folder", path)
     return path
+
+
+def is_open(path: Path) -> bool:
+    """Whether a path is a pipe, a device or a name of OPEN: written to, but never replaced."""
+    named = str(path).startswith(OPEN)
+    return path.exists() and not path.is_dir() and (named or not path.is_file())
 
 
 def write_json(parameter: str, path: Path, record: dict[str, Any]) -> None:
     text = json.dumps(record, indent=2) + "\n"
     try:
-        if path.exists() and not path.is_file():  # never replace /dev/stdout or a pipe
+        if is_open(path):
             path.write_text(text, encoding="utf-8")
             return
         with whole_file(path) as file:

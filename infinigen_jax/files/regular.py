@@ -20,6 +20,11 @@ def expanded(path: str | Path) -> Path:
     return Path(os.path.expanduser(path))
 
 
+def absolute(path: str | Path) -> Path:
+    """Return the absolute form of a path, with a leading ~ expanded; links are not followed."""
+    return Path(os.path.abspath(expanded(path)))
+
+
 def open_regular(path: Path, most: int | None = None) -> io.BufferedReader:
     """Open a regular file for reading; follow links, because Hugging Face's cache consists of them.
 

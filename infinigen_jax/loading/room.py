@@ -25,7 +25,7 @@ def check_room(folder: Path, architecture: Blueprint, weights: str) -> int | Non
     """Refuse weights that do not fit before reading any; return the bytes left, None if unknown."""
     device, layers = jax.devices()[0], architecture.config.num_layers
     layer, smaller = tree_bytes(architecture.layer_shapes), ["a smaller model"]
-    if small_dtype(architecture.layer_shapes) is None:
+    if small_dtype(architecture.layer_shapes) not in ("int8", "int4"):
         smaller.insert(0, "`weight_dtype` int8")
 
     def check(memory: str, needed: int, available: int | None, remedy: str = "") -> None:

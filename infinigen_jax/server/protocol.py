@@ -263,7 +263,7 @@ class ChatCompletion(Generating):
     response_format: Format | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: bool | None = Field(None, description="Ignored: calls are text")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="For the template")
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
 

@@ -11,7 +11,7 @@ TRANSFERS = ("auto", "xla", "cuda")
 ROW_FORMATS = ("auto", "int8", "int4")
 WEIGHTS = ("device", "host")
 WEIGHT_DTYPES = ("bfloat16", "int8", "int4")  # of `load`
-CHUNK_UNIT = 64  # prompts are read in chunks of multiples of it, or of `prefill_chunk`
+CHUNK_UNIT = 64  # chunks of a prompt are multiples of it, or as long as `prefill_chunk`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,8 +82,8 @@ class EngineOptions(Settings):
     check: bool = setting(False, "stop at a NaN or an infinity, and say where it is")
     prefill_chunk: int | None = setting(
         None,
-        "tokens of a prompt read at a time (default: 1024 on the CPU, else up to 4096; a server: "
-        "half of that)",
+        "tokens of a prompt read at a time, at least 64 (default: 1024 on the CPU, else up to "
+        "4096; a server: half of that)",
         "N",
         whole_number(CHUNK_UNIT),
     )

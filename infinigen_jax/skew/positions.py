@@ -86,7 +86,7 @@ def _mean_sums(
 
 
 def _pairs(rope: Rope, dim: int) -> tuple[np.ndarray, Float[np.ndarray, " half"]]:
-    """Return the columns of each pair (i, i + p), and their angles per position, 0 if still."""
+    """Return first and second columns of all pairs, and their angles per position, 0 if still."""
     turns = rope.frequencies(dim).astype(np.float64)
     p = len(turns)
     still = np.arange(2 * p, dim).reshape(2, -1)

@@ -23,19 +23,16 @@ def render_chat(
     Args:
         special_tokens: variables of the template, such as `bos_token`.
         tools: functions that the model may call, in OpenAI's format.
-        variables: further variables of the template, such as `enable_thinking`.
+        variables: further variables of the template, such as `enable_thinking`. They may replace
+            all but the messages and the tools.
 
     Raises:
         InputError: if the template is invalid or refuses the messages.
     """
-    inputs = {
-        "messages": messages,
-        "tools": tools,
-        "documents": None,
-        "add_generation_prompt": True,
-    }
+    others = {"documents": None, "add_generation_prompt": True, **special_tokens}
+    inputs = others | (variables or {}) | {"messages": messages, "tools": tools}
     try:
-        return _compiled(template).render(special_tokens | (variables or {}) | inputs)
+        return _compiled(template).render(inputs)
     except Exception as error:  # a template may raise anything
         reason = (str(error) or type(error).__name__)[:1000]
         raise InputError(

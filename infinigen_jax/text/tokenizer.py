@@ -133,16 +133,13 @@ def encode_further(tokenizer: Any, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def check_vocabulary(
-    parameter: str, tokens: Iterable[int], vocabulary: int, of_text: bool = True
-) -> None:
-    """Refuse tokens, `of_text` or given, that a model of `vocabulary` tokens does not have."""
+def check_vocabulary(parameter: str, tokens: Iterable[int], vocabulary: int) -> None:
+    """Refuse tokens that a model of `vocabulary` tokens does not have."""
     unknown = next((token for token in tokens if not 0 <= token < vocabulary), None)
     if unknown is not None:
         raise ParameterError(
             parameter,
-            f"token {unknown} is not among the model's {vocabulary} tokens; "
-            + ("the tokenizer is not this model's" if of_text else "give others"),
+            f"token {unknown} is not among the model's {vocabulary} tokens; use its own tokenizer",
         )
 
 

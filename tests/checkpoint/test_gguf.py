@@ -92,6 +92,24 @@ def test_same_model_as_the_folder(family, settings, tmp_path):
         np.testing.assert_allclose(tensor.read(), theirs[name].read(), atol=error, rtol=0)
 
 
+def test_names_of_tensors(tmp_path):
+    """Literal ones: `tiny_gguf` takes them from the same table as the reader."""
+    names = {
+        "gemma2": {"ffn_norm": "pre_feedforward", "post_attention_norm": "post_attention"},
+        "glm4": {"post_ffw_norm": "post_mlp", "post_attention_norm": "post_self_attn"},
+        "llama": {"attn_norm": "input", "ffn_norm": "post_attention"},
+    }
+    for family, norms in names.items():
+        settings: dict[str, Any] = {} if family == "llama" else {"head_dim": 16}
+        path = tiny_gguf(tmp_path / family, family, **settings)[1]
+        found = {full: source.read() for full, source in open_tensors(path).items()}
+        file, shift = GgufFile(path), int(family == "gemma2")
+        for theirs, ours in norms.items():
+            stored = file.read(f"blk.1.{theirs}.weight") - shift
+            full = f"model.layers.1.{ours}_layernorm.weight"
+            np.testing.assert_array_equal(found[full], stored)
+
+
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.MXFP4])
 def test_logits_of_quantised_models(kind, tokens, tmp_path):
     """`test_every_format` has the others."""

@@ -347,6 +347,8 @@ def test_auto_leaves_settings_to_the_engine(given, refused):
     options = (part for name in names for part in (f"--{name.replace('_', '-')}", "auto"))
     assert STARTED in refused(generate.main, "--prompt", "The king", "--quiet", *options)
     assert not given.keys() & set(names)
+    shown = re.findall(r"\(default\s+auto:", generate.build_parser().format_help())
+    assert len(shown) == len(names)
     line = refused(generate.main, "--prompt", "The king", "--draft-tokens", "automatic")
     assert "--draft-tokens automatic: it must be a whole number" in line
 

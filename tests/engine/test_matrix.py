@@ -21,9 +21,12 @@ from runtime import ALL, NEW, SPARSE, counts_of, finished, numbers, random_model
 from infinigen_jax import cuda
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
+from infinigen_jax.engine.settings import EngineSettings
+from infinigen_jax.numeric import whole_number
 from infinigen_jax.policies import H2O, Full, InfiniGenPaper, Oracle, Policy
 from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.settings.pool import Pool
+from infinigen_jax.settings.setting import Option, options_of
 from infinigen_jax.transfer import CudaTransfer, XlaTransfer
 from infinigen_jax.transfer.host_weights import STAYS
 
@@ -207,6 +210,8 @@ class TestAsOnAGpu:
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the longest prompt have three chunks with CHUNKS; other cases read it whole."""
     monkeypatch.setattr("infinigen_jax.prefill.prefill.CHUNK_UNIT", 16)
+    checked = Option("", check=whole_number(16))
+    monkeypatch.setitem(options_of(EngineSettings), "prefill_chunk", checked)
 
 
 def compare(case: Case, in_place: bool) -> None:

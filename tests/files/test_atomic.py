@@ -12,7 +12,7 @@ from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.errors import InputError
 from infinigen_jax.files import atomic
 from infinigen_jax.files.atomic import staged, whole_file, write_text
-from infinigen_jax.files.output import checked_output
+from infinigen_jax.files.output import checked_output, is_open
 
 
 def killed(what: str, folder: Path) -> tuple[list[str], list[str]]:
@@ -112,5 +112,6 @@ def test_a_result_goes_to_a_pipe_in_a_folder_that_cannot_be_written(tmp_path, mo
     os.mkfifo(tmp_path / "pipe")
     monkeypatch.setattr("os.access", lambda path, mode: Path(path).name == "pipe")
     assert checked_output("json", str(tmp_path / "pipe")) == tmp_path / "pipe"
+    assert is_open(Path("/dev/stdout"))  # here a file that stdout is redirected to
     for refused in (tmp_path / "file", tmp_path, tmp_path / "missing" / "file"):
         refuses("^json .*: cannot be written", checked_output, "json", str(refused))

@@ -24,7 +24,7 @@ def check_compact(got, mask):
     got, mask = np.asarray(got).reshape(-1, got.shape[-1]), mask.reshape(-1, mask.shape[-1])
     for places, row in zip(got, mask, strict=True):
         marked = np.flatnonzero(row)[: len(places)]
-        assert places[: len(marked)].tolist() == marked.tolist()
+        assert places.tolist() == [*marked, *[0] * (len(places) - len(marked))]
 
 
 @given(st.sampled_from([31, 1100, 4100]), st.integers(0, 2**32 - 1))
@@ -34,7 +34,6 @@ def test_compact_lists_the_marked_positions(t, seed):
     mask = rng.random((2, 2, t)) < rng.choice([0.0, 0.1, 0.9, 1.0], size=(2, 2, 1))
     got = compiled_compact(jnp.asarray(mask), size=t)
     check_compact(got, mask)
-    assert ((got >= 0) & (got < t)).all()
     # As where loops of unknown length cost more.
     check_compact(compiled_by_row(jnp.asarray(mask), t), mask)
 

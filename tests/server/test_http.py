@@ -78,8 +78,12 @@ def test_a_chat_template_from_a_file(tmp_path, monkeypatch):
     assert engine.encode_chat([USER]) == engine.encode("x!", add_special_tokens=False)
 
 
-def test_the_name_of_a_model_is_its_folders_or_as_given():
-    for model, name in {".": Path.cwd().name, "org/model": "org/model"}.items():
+def test_the_name_of_a_model_is_its_folders_or_as_given(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model-v3").mkdir()
+    (tmp_path / "current").symlink_to("model-v3")
+    names = {".": Path.cwd().name, "org/model": "org/model", "~/current": "current"}
+    for model, name in names.items():
         assert serve.make_service(serve.build_parser().parse_args(["--model", model])).model == name
 
 

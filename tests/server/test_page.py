@@ -106,7 +106,7 @@ def test_stop_and_errors(served: Served, browser: Browser):
     browser.click("#stop")
     browser.wait(IDLE)
     served.wait(lambda: not served.metric("infinigen_running_answers"))
-    browser.run("document.querySelector('#temperature').value = '3'")
+    browser.run("document.querySelector('#temperature').value = '-1'")
     browser.type("#input", "more\ue007")
     browser.wait("document.querySelector('.error')")
     assert "temperature" in browser.run("document.querySelector('.error').textContent")
