@@ -194,7 +194,7 @@ def test_text_with_a_mark_and_odd_characters(tmp_path):
     assert tokenizer.decode(tokens.tokens.tolist()) == text.content
     # As a prompt of the generate command.
     assert [*tokens.prefix, *tokens.tokens.tolist()] == tokenizer.encode(text.content)
-    refuses("tokenizer is not this model's", tokenize, text, tokenizer, 5)
+    refuses("not among the model.s 5 tokens; use its own tokenizer", tokenize, text, tokenizer, 5)
 
 
 def distributions(spread: float, tokens: int = 50) -> tuple[np.ndarray, np.ndarray]:
