@@ -167,7 +167,8 @@ def leading(
     threshold, _ = lax.platform_dependent(
         (lowest, jnp.ones_like(lowest)),
         cpu=lambda bounds: lax.while_loop(lambda x: jnp.any(is_open(*x)), halve, bounds),
-        # As many steps as the range of keys needs: the host would read the end of an open loop.
+        # On a GPU the host waits for the condition of a loop, unless its length is fixed. The range
+        # of the keys needs 32 steps.
         default=lambda bounds: lax.fori_loop(0, 32, lambda _, x: halve(x), bounds),
     )
     threshold = threshold[:, None]

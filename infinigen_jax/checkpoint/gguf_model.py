@@ -71,9 +71,12 @@ class Architecture(NamedTuple):
 
 
 GELU = "gelu_pytorch_tanh"
-PLAIN = ("cohere2", "ernie4_5", "exaone", "exaone4", "glm4", "olmo2", "phi3", "seed_oss")
+UNCHANGED = (  # weights that the converter only renames
+    *("cohere2", "ernie4_5", "exaone", "exaone4", "glm4", "olmo2", "phi3", "qwen2", "qwen3"),
+    "seed_oss",
+)
 ARCHITECTURES = {
-    **{name: Architecture(name) for name in (*PLAIN, "qwen2", "qwen3")},
+    **{name: Architecture(name) for name in UNCHANGED},
     **{name: Architecture(name, permuted=True) for name in ("granite", "llama", "smollm3")},
     **{name: Architecture(name, shift=1, activation=GELU) for name in ("gemma", "gemma2")},
     "apertus": Architecture("apertus", activation="xielu"),

@@ -145,6 +145,7 @@ class Engine:
         """Return the number of tokens that all prompts with a prefix share.
 
         The last tokens of a text prefix are excluded: appended text may change their tokenisation.
+        For `add_special_tokens` see `encode`.
         """
         if not isinstance(prefix, str):
             return len(prefix)
