@@ -162,7 +162,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--systems", nargs="+", default=list(SYSTEMS), metavar="NAME")
     add("--budget", type=float, help="maximum share of rows fetched (default: the policy's)")
     add("--weights", choices=("device", "host"), default="device")
-    add("--draft-tokens", type=int, metavar="N", help="tokens per draft (default: by times)")
+    add("--draft-tokens", type=int, metavar="N", help="most tokens per draft")
     add("--tokens", type=int, default=32, help="tokens of a turn (default 32)")
     add("--rounds", type=int, default=3, help="turns of each system (default 3)")
     add("--cap-seconds", type=float, default=math.inf, help="time after which no round starts")

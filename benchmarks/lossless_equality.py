@@ -113,7 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--batches", type=int, nargs="+", default=[1, 10], metavar="N", help="batch sizes")
     add("--budget", type=float, default=0.05, help="maximum share of rows fetched (default 0.05)")
     add("--window", type=int, default=16, help="recent rows on the device (default 16)")
-    add("--draft-tokens", type=int, metavar="N", help="tokens per draft (default: by times)")
+    add("--draft-tokens", type=int, metavar="N", help="most tokens per draft")
     add("--json", type=Path, default=RESULTS / "lossless-equality.json", help="result file")
     return parser
 

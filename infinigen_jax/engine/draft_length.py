@@ -42,13 +42,11 @@ class DraftLength:
 
     Attributes:
         most: maximum number of tokens to draft.
-        fixed: whether `most` tokens are always drafted.
         ages: whether a time becomes shorter with its age, so that its choice is tried again: for a
             batch whose texts change.
     """
 
     most: int
-    fixed: bool = False
     ages: bool = False
 
     def __post_init__(self):
@@ -60,16 +58,12 @@ class DraftLength:
     @property
     def sizes(self) -> list[int]:
         """Sizes of verifications that may be needed."""
-        return [size_of(self.most)] if self.fixed else [n for n in SIZES if n <= size_of(self.most)]
+        return [size for size in SIZES if size <= size_of(self.most)]
 
     @property
     def timed(self) -> bool:
         """Whether a verification has been timed."""
         return bool(self._verification)
-
-    def size(self, drafted: int) -> int:
-        """Return the size of the verification of this number of drafted tokens."""
-        return size_of(self.most if self.fixed else drafted)
 
     @property
     def acceptance(self) -> float:
@@ -105,7 +99,7 @@ class DraftLength:
     def choose(self, most: int) -> int:
         """Return the number of tokens to draft, at most `most`."""
         most = min(most, self.most)
-        return most if self.fixed or self._drafts < TRIED else self.best(most)
+        return most if self._drafts < TRIED else self.best(most)
 
     def best(self, most: int) -> int:
         """Return the number of tokens with the largest rate, at most `most`."""

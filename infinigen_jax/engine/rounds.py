@@ -91,8 +91,7 @@ class Rounds:
         self._runtime, self._decoder = runtime, batch.decoder
         self._at = Placement(runtime.mesh)
         most = runtime.most_drafted
-        fixed = runtime.settings.draft_tokens is not None
-        self.length = length or DraftLength(most, fixed, ages=changing)
+        self.length = length or DraftLength(most, ages=changing)
         self.seconds = [0.0, 0.0]
         self.drafts = Dispatcher(runtime, drafts=True)
         self._numbers = [self.put(np.int32(i), self._at.whole) for i in range(most + 1)]
@@ -115,7 +114,7 @@ class Rounds:
         # The verification is dispatched later: its dispatch may wait for the device.
         drafted.newest.block_until_ready()
         between = time.perf_counter()
-        judged = self._judge(given, drafted, self.length.size(drafted.count))
+        judged = self._judge(given, drafted, size_of(drafted.count))
         judged.verdict.count.block_until_ready()
         if timed:
             self._time(drafted.count, between - begun, time.perf_counter() - between)
@@ -123,7 +122,7 @@ class Rounds:
 
     def _time(self, count: int, draft: float, verification: float) -> None:
         self.length.time_draft(count, draft)
-        self.length.time_verification(self.length.size(count), verification)
+        self.length.time_verification(size_of(count), verification)
         self.seconds = [self.seconds[0] + draft, self.seconds[1] + verification]
 
     def _next_count(self, needed: int) -> int:

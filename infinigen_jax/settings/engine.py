@@ -28,7 +28,7 @@ class EngineOptions(Settings):
         weights: with "host" the layers' weights are moved for each step; results are equal. `load`
             takes it as well.
         lossless: see `engine.lossless`. Not with policy full or a pool.
-        draft_tokens: a given number is drafted before every verification.
+        draft_tokens: see `engine.draft_length`.
         draft_weights: see `engine.drafter`. Not for a model whose weights are small already.
         check: a NaN or an infinity ends a run with `finite_check.NotFiniteError`. Uses the fused
             schedule.
@@ -68,7 +68,7 @@ class EngineOptions(Settings):
     )
     draft_tokens: int | None = setting(
         None,
-        "tokens drafted before each verification, with lossless (default: by measured times)",
+        "most tokens drafted before a verification, with lossless; measured times choose how many",
         "N",
         whole_number(1, 15),
     )

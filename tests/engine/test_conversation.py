@@ -38,6 +38,8 @@ from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.settings.pool import Pool
 from infinigen_jax.settings.sampling import Sampling
 
+pytestmark = pytest.mark.usefixtures("longest_drafts")
+
 CONTEXT = 200
 TURNS = [numbers(n) for n in (37, 1, 12, 23)]
 LENGTHS = (9, 1, 14, 6)  # of the answers; a flush is due every 4 tokens, or every one

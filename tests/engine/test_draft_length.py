@@ -6,8 +6,10 @@ import pytest
 from infinigen_jax.engine.draft_length import MOST, SIZES, TRIED, DraftLength, size_of
 
 
-def measured(acceptance: float, step: float, verification: dict[int, float]) -> DraftLength:
-    length = DraftLength(MOST)
+def measured(
+    acceptance: float, step: float, verification: dict[int, float], most: int = MOST
+) -> DraftLength:
+    length = DraftLength(most)
     for size, seconds in verification.items():
         length.time_verification(size, seconds)
     for _ in range(TRIED):
@@ -67,11 +69,14 @@ def test_one_slow_draft_does_not_end_drafting(stalled):
     assert min(chosen) >= 3
 
 
-def test_a_fixed_length_ignores_measurements():
-    length = DraftLength(5, fixed=True)
-    length.time_verification(16, 1.0)
-    length.time_draft(5, 100.0)
-    assert (length.choose(MOST), length.choose(2), length.sizes) == (5, 2, [16])
+@pytest.mark.parametrize(("most", "sizes"), [(2, [1, 4]), (3, [1, 4]), (5, [1, 4, 16])])
+def test_a_limit_bounds_the_choice(most, sizes):
+    length = measured(0.99, 0.01, dict.fromkeys(SIZES, 1.0), most)
+    assert (length.choose(MOST), length.choose(1), length.sizes) == (most, 1, sizes)
+    for _ in range(30):
+        length.record(0, most)
+        length.time_draft(most, 100.0 * most)
+    assert length.choose(MOST) == 0
 
 
 def test_in_a_changing_batch_slow_sizes_are_tried_again():
@@ -85,7 +90,7 @@ def test_in_a_changing_batch_slow_sizes_are_tried_again():
     for _ in range(100):
         length.record(10, 10)
         tried.append(length.choose(MOST))
-        length.time_verification(length.size(tried[-1]), 1.0)
+        length.time_verification(size_of(tried[-1]), 1.0)
     assert tried[0] <= 3 and max(tried) > 3
     for _ in range(100_000):  # times that are not measured for long
         length.time_verification(1, 1.0)

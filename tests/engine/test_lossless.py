@@ -37,6 +37,8 @@ from infinigen_jax.models.small_weights import small_dtype
 from infinigen_jax.policies import H2O, Full, Oracle, PreviousQuery, Quest, Window
 from infinigen_jax.settings.sampling import Sampling
 
+pytestmark = pytest.mark.usefixtures("longest_drafts")
+
 FULL = Full(window=4, sinks=2)  # rows are stored for the host when those of SPARSE are
 LONGER = 3 * NEW
 POOR = dataclasses.replace(SPARSE, budget=0.02)  # drafts that are often rejected
