@@ -39,7 +39,7 @@ NO_COLUMNS = f"full infinigen:tail_columns=0 {AHEAD} {AHEAD},tail_columns=0"
 RECALL = f"full infinigen {AHEAD} quest h2o infinigen-paper"
 LOOKUPS = {1024: 3, 2048: 3, 4096: 3, 7680: 1}  # items by length, at five depths
 CONTEXTS = "1024 4096 7680"  # with the new tokens, within 8,192 positions
-SYSTEMS = "infinigen full-device transformers transformers-static"
+SYSTEMS = "infinigen full-device transformers-static llama.cpp-f32 llama.cpp-f16"
 
 
 def commands(options: argparse.Namespace) -> dict[str, list[str]]:
@@ -99,34 +99,22 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     add("small-weights-speed", "benchmarks.small_weights", speed, "--text", first)
 
     files = ("--gguf", str(options.gguf), "--text", first)
-    small = "infinigen full-device llama.cpp --weight-dtype int4"
-    llama = "infinigen llama.cpp-f32 llama.cpp-f16"
-    for name, given in {
-        "1": f"{CONTEXTS} --systems {SYSTEMS} llama.cpp-f32 llama.cpp",
-        "1-int4": f"{CONTEXTS} --systems {small}",
-        "4-int4": f"1024 4096 --systems {small} --batch 4",
-        "4-int4-7680": f"7680 --systems {small} --batch 4",
-        "8-int4": f"1024 4096 --systems {small} --batch 8",
-        "8-int4-7680": f"7680 --systems {small} --batch 8",
-        "1-bfloat16": f"{CONTEXTS} --systems infinigen llama.cpp-f16 --weight-dtype bfloat16",
-        "1-tail": f"{CONTEXTS} --systems infinigen infinigen:tail=false",
-        "1-llama": f"{CONTEXTS} --systems {llama}",
-        "4-llama": f"{CONTEXTS} --systems {llama} --batch 4",
-        "8-llama": f"1024 4096 --systems {llama} --batch 8",
-        "8-llama-7680": f"7680 --systems {llama} --batch 8",
-        "4": f"1024 4096 --systems {SYSTEMS} --batch 4",
-        "8": f"1024 4096 --systems {SYSTEMS} --batch 8",
-        "4-7680": "7680 --systems infinigen full-device transformers-static --batch 4",
-        "8-7680": "7680 --systems infinigen full-device transformers-static --batch 8",
+    for batch in "1", "4", "8":
+        peers = f"{SYSTEMS} transformers" if batch == "1" else SYSTEMS
+        for name, systems in {
+            batch: peers,
+            f"{batch}-int4": "infinigen full-device llama.cpp --weight-dtype int4",
+        }.items():
+            arguments = f"--trace-steps 0 --contexts {CONTEXTS} --batch {batch} --systems {systems}"
+            add(f"decode-batch-{name}", "benchmarks.decode", arguments, *files)
+        prompts = f"--prompts {CONTEXTS} --batch {batch} --memory"
+        add(f"prefill-batch-{batch}", "benchmarks.prefill", prompts, *files[: 2 * (batch == "1")])
+    for name, systems in {
+        "bfloat16": "infinigen llama.cpp-f16 --weight-dtype bfloat16",
+        "tail": "infinigen infinigen:tail=false",
     }.items():
-        arguments = f"--trace-steps 0 --contexts {given}"
-        add(f"decode-batch-{name}", "benchmarks.decode", arguments, *files)
-    add("prefill", "benchmarks.prefill", f"--prompts {CONTEXTS}")
-    add("prefill-llama", "benchmarks.prefill", f"--prompts {CONTEXTS}", *files[:2])
-    sizes = {"4": "1024 4096", "4-7680": "7680", "8": "1024 4096", "8-7680": "7680"}
-    for name, given in sizes.items():
-        arguments = f"--prompts {given} --batch {name[0]} --memory"
-        add(f"prefill-batch-{name}", "benchmarks.prefill", arguments)
+        arguments = f"--trace-steps 0 --contexts {CONTEXTS} --systems {systems}"
+        add(f"decode-{name}", "benchmarks.decode", arguments, *files)
     add("startup-peers", "benchmarks.startup", "--prompts 32 1024 4096", *files)
     add("startup", "benchmarks.startup", "--prompts 7680", "--text", first)
     return chosen
