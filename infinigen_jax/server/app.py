@@ -66,7 +66,7 @@ def create_app(scheduler: Scheduler, service: Service) -> FastAPI:
     app = FastAPI(
         title="infinigen_jax", version=infinigen_jax.__version__, lifespan=lifespan, redoc_url=None
     )
-    app.add_middleware(Guard, api_key=service.api_key)
+    app.add_middleware(Guard, api_key=service.api_key, origins=service.origins)
     if service.origins:
         from fastapi.middleware.cors import CORSMiddleware
 

@@ -5,13 +5,15 @@ gives the next logits. It therefore delays no step.
 """
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-MOST_MULTIPLE = 1000
+MOST_MULTIPLE = 1000  # an automaton has as many states
+MOST_PARTS = 1000  # llguidance recurses into them, on a stack of 8 MiB
 # White space between two parts. Without a limit, a model may write it until `max_tokens`.
 SPACES = r"[ \n]{0,12}"
 
@@ -24,7 +26,7 @@ class Grammars:
 
     def matcher(self, schema: Mapping[str, Any]) -> LLMatcher:
         """Return a matcher of texts that follow a JSON schema; raise ValueError if unsupported."""
-        _check_multiples(schema)
+        _check_size(schema)
         options: Any = {"whitespace_pattern": SPACES}
         grammar = LLMatcher.grammar_from_json_schema(dict(schema), defaults=options)
         matcher = LLMatcher(self._tokens, grammar, log_level=0)
@@ -40,15 +42,23 @@ class Grammars:
         return LLTokenizer(backend.to_str(), n_vocab=size, eos_token=sorted(self._ends) or None)
 
 
-def _check_multiples(schema: Any) -> None:
-    """Refuse large multiples, whose automaton has as many states."""
-    parts = [schema]
+def _check_size(schema: Any) -> None:
+    """Refuse schemas that take llguidance too much time, memory or stack."""
+    parts, count, common = [schema], 0, 1
     while parts:
         part = parts.pop()
         if isinstance(part, Mapping):
+            count += 1
+            if count > MOST_PARTS:
+                raise ValueError(f"the schema has more than {MOST_PARTS} parts; simplify it")
             multiple = part.get("multipleOf", 1)
             if isinstance(multiple, int | float) and multiple > MOST_MULTIPLE:
                 raise ValueError(f"multipleOf is {multiple}; use at most {MOST_MULTIPLE}")
+            if isinstance(multiple, int):  # all may apply to one number
+                common = math.lcm(common, multiple)
+                if common > MOST_MULTIPLE:
+                    least = f"the least common multiple of each multipleOf is {common}"
+                    raise ValueError(f"{least}; use at most {MOST_MULTIPLE}")
             parts += part.values()
         elif isinstance(part, list):
             parts += part

@@ -1,14 +1,16 @@
-"""Checks before a request is read: headers, API key, size and time of the body; and refusals."""
+"""Checks before a request is read: headers, host, API key, size and time of the body."""
 
 import asyncio
 import hmac
+import ipaddress
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 HEADER_BYTES = 16 << 10
-BODY_BYTES = 32 << 20
+BODY_BYTES = 8 << 20  # as objects of Python, some bodies take thirty times as much
 BODY_SECONDS = 30.0
 CLOSE = {"connection": "close"}
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
@@ -30,8 +32,9 @@ def refusal(
 class Guard:
     """ASGI middleware of these checks. The page, its files and /health need no key."""
 
-    def __init__(self, app: Any, api_key: str | None):
-        self._app, self._key = app, None if api_key is None else api_key.encode()
+    def __init__(self, app: Any, api_key: str | None, origins: tuple[str, ...]):
+        self._app, self._origins = app, origins
+        self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -42,6 +45,10 @@ class Guard:
             await refusal(431, message, headers=CLOSE)(scope, receive, send)
             return
         headers = dict(scope["headers"])
+        if (name := self._foreign_host(scope, headers.get(b"host", b""))) is not None:
+            message = f"unknown host {name}: connect by address, or allow its origin or set a key"
+            await refusal(403, message, headers=CLOSE)(scope, receive, send)
+            return
         if not self._admits(scope, headers.get(b"authorization", b"")):
             message, code = "the API key is missing or wrong", "invalid_api_key"
             asked = {"www-authenticate": "Bearer"} | CLOSE
@@ -60,6 +67,20 @@ class Guard:
             return True
         scheme, _, key = presented.partition(b" ")
         return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)
+
+    def _foreign_host(self, scope: Any, host: bytes) -> str | None:
+        """Return the name that a client calls this machine, if it may be a web page's.
+
+        A page whose name leads to this machine reads answers as its own (DNS rebinding).
+        """
+        if self._key is not None or not _is_local(scope["server"]):
+            return None
+        try:
+            name = urlsplit(f"//{host.decode('latin-1')}").hostname or "localhost"
+        except ValueError:
+            name = "that is malformed"
+        allowed = {"localhost", *(urlsplit(origin).hostname for origin in self._origins)}
+        return None if name in allowed or "*" in self._origins or _is_address(name) else name
 
     def _limited(self, receive: Any) -> Any:
         """Return `receive` with limits on the size and the time of the whole body."""
@@ -82,3 +103,15 @@ class Guard:
             return message
 
         return limited
+
+
+def _is_address(name: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
+
+
+def _is_local(server: Any) -> bool:
+    """Return whether a connection, to an address and port, is from this machine."""
+    return bool(server) and _is_address(server[0]) and ipaddress.ip_address(server[0]).is_loopback

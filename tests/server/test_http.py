@@ -1,5 +1,6 @@
 """Requests that the server refuses, reports and survives, by plain HTTP."""
 
+import asyncio
 import concurrent.futures
 import contextlib
 import datetime
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 from serving import CONTEXT, ROWS, Served, serving, small_engine
+from starlette.responses import Response
 
 from infinigen_jax import serve
 from infinigen_jax.messages import Messages
@@ -179,10 +181,37 @@ def test_origins(strict: Served, served: Served):
         assert headers.get("access-control-allow-origin") == allowed
 
 
+@pytest.mark.parametrize(
+    ("host", "settings", "status"),
+    [
+        *((host, {}, 200) for host in ("127.0.0.1:80", "[::1]", "localhost:80", "")),
+        *((host, {}, 403) for host in ("stranger:80", "127.0.0.1.stranger", "[")),
+        ("stranger", {"api_key": "secret"}, 200),
+        ("friend:80", {"origins": ("http://friend",)}, 200),
+        ("stranger", {"origins": ("http://friend",)}, 403),
+        ("stranger", {"origins": ("*",)}, 200),
+        ("stranger", {"server": "10.0.0.2"}, 200),
+    ],
+)
+def test_a_page_whose_name_leads_to_this_machine(host, settings, status):
+    """It would read answers as its own, whatever origins are allowed (DNS rebinding)."""
+    settings = {"server": "127.0.0.1", "api_key": None, "origins": ()} | settings
+    scope: dict[str, Any] = {"type": "http", "method": "GET", "path": "/health"}
+    scope |= {"server": (settings.pop("server"), 80), "headers": [(b"host", host.encode())]}
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    app: Any = guard.Guard(Response(), **settings)
+    asyncio.run(app(scope, None, send))
+    assert sent[0]["status"] == status
+
+
 def test_bodies_too_large_or_too_slow(strict: Served, narrow):
     body = json.dumps(BODY | {"prompt": "x" * 1000}).encode()
     assert strict.request("POST", "/v1/completions", body, KEY)[0] == 413
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n"
     chunk = "a0\r\n" + "x" * 160 + "\r\n"
     chunked = _raw(strict, f"{head}Transfer-Encoding: chunked\r\n\r\n{chunk * 10}")
     assert chunked.startswith("HTTP/1.1 413") and "connection: close" in chunked
@@ -195,7 +224,7 @@ def test_bodies_too_large_or_too_slow(strict: Served, narrow):
 
 def test_a_body_that_nobody_reads_keeps_no_connection(strict: Served):
     with socket.create_connection(("127.0.0.1", strict.port), timeout=5) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n")
         answer = b""
         while received := connection.recv(1000):
             answer += received
@@ -204,7 +233,7 @@ def test_a_body_that_nobody_reads_keeps_no_connection(strict: Served):
 
 def test_connections_without_whole_headers_are_closed(strict: Served, narrow):
     """A byte now and then does not help, and neither does an earlier request."""
-    whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     for sent in (b"", b"GET /health HTTP/1.1\r\nHost: ", whole):
         with socket.create_connection(("127.0.0.1", strict.port), timeout=5) as connection:
             connection.sendall(sent)
@@ -226,7 +255,7 @@ def test_connections_without_whole_headers_are_closed(strict: Served, narrow):
 def test_headers_may_arrive_in_parts_and_connections_are_reused(strict: Served, narrow):
     with socket.create_connection(("127.0.0.1", strict.port), timeout=5) as connection:
         for _ in range(2):
-            for part in (b"GET /health HTTP/1.1\r\n", b"Host: x\r\n\r\n"):
+            for part in (b"GET /health HTTP/1.1\r\n", b"Host: localhost\r\n\r\n"):
                 connection.sendall(part)
                 time.sleep(0.1)
             assert connection.recv(1000).startswith(b"HTTP/1.1 200")
@@ -298,7 +327,7 @@ def test_clients_that_die_at_any_point(served: Served):
     expected = served.expected(["Once upon a time"], max_new_tokens=40).texts[0]
     stream = {"max_tokens": 100, "stream": True, "ignore_eos": True, "temperature": 0}
     body = json.dumps(BODY | stream).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     whole = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
     points = [(sent, 0) for sent in (*range(0, len(whole), 80), len(whole) - 1, len(whole))]
     points += [(len(whole), received) for received in (1, 100, 300, 1000, 3000, 10_000)]

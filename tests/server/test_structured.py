@@ -126,7 +126,13 @@ def called(arguments: str, name: str = "f") -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [call]}
 
 
-WRONG_SCHEMAS = [{"type": "nonsense"}, {"not": {}}, {"$ref": "#/a"}, {"multipleOf": 99_991}]
+FACTORS = [{"type": "integer", "multipleOf": n} for n in (997, 991)]
+CHAIN = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}]} for i in range(4000)}
+WRONG_SCHEMAS = [
+    *({"type": "nonsense"}, {"not": {}}, {"$ref": "#/a"}, {"multipleOf": 99_991}),
+    {"allOf": FACTORS},  # an automaton of their least common multiple takes minutes
+    {"$ref": "#/$defs/a0", "$defs": CHAIN | {"a4000": {}}},  # overflows llguidance's stack
+]
 WRONG_FORMATS: list[dict[str, Any]] = [
     {"type": "yaml"},
     {"type": "json_object", "json_schema": {"name": "x"}},
@@ -155,8 +161,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         {"messages": [{"role": "user", "content": 1}]},
     ),
     (
-        "messages: 10000000 characters exceed the context",
-        {"messages": [{"role": "user", "content": "x" * 10**7}]},
+        "messages: 5000000 characters exceed the context",
+        {"messages": [{"role": "user", "content": "x" * 5_000_000}]},
     ),
     ("stop: List should have at most 16 items", {"stop": ["x"] * 17}),
 ]
