@@ -129,7 +129,10 @@ def open_tensors(file: GgufFile) -> dict[str, TensorSource]:
         release = functools.partial(file.release, name)
         sources[full] = TensorSource(full, file.path, tensor.shape, tensor.dtype, read, release)
     for key, name in FITTED.items():
-        values = np.atleast_1d(np.asarray(file.metadata.get(key, ()), np.float32))
+        try:
+            values = np.atleast_1d(np.asarray(file.metadata.get(key, ()), np.float32))
+        except (TypeError, ValueError):
+            raise InputError(f"{file.path}: {key} holds no numbers; get the file again") from None
         for layer, value in enumerate(values):
             full, one = f"model.layers.{layer}.{name}", np.array([value])
             read = functools.partial(np.copy, one)
@@ -171,7 +174,8 @@ def _layers(file: GgufFile, name: str) -> Any:
 def _is_drafter(name: str, layers: Any) -> bool:
     """Whether a tensor belongs to a layer after the first `layers`."""
     number = name.split(".", 2)[1] if name.startswith("blk.") else ""
-    return number.isdecimal() and isinstance(layers, int) and int(number) >= layers
+    numbered = number.isdecimal() and len(number) < 9  # Python refuses thousands of digits
+    return numbered and isinstance(layers, int) and int(number) >= layers
 
 
 def _reordered_columns(file: GgufFile) -> int | None:

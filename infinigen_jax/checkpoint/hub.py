@@ -14,7 +14,7 @@ from infinigen_jax.checkpoint.hf_folder import (
     shard_names,
 )
 from infinigen_jax.errors import InputError, ParameterError
-from infinigen_jax.files.regular import expanded
+from infinigen_jax.files.regular import TOKENIZER_FILES, expanded
 
 NAME = r"[\w-][\w.-]*"
 HUB_ID = re.compile(rf"({NAME}/{NAME})(/(?:{NAME}/)*{NAME}\.(?i:gguf))?")
@@ -50,9 +50,13 @@ def fetched(name: str | Path, revision: str | None = None, weights: bool = True)
     if (folder / absent).exists():
         if not weights:
             return folder
-        absent = f"{SAFETENSORS} or {TORCH}"
-        read_config(folder)  # refuse an unsupported model before its weights are downloaded
-        for single in (SAFETENSORS, TORCH):
+        # Refuse a model that cannot be used before its weights are downloaded.
+        read_config(folder)
+        absent = f"tokenizer ({', '.join(TOKENIZER_FILES)})"
+        readable = any((folder / file).exists() for file in TOKENIZER_FILES)
+        if readable:
+            absent = f"{SAFETENSORS} or {TORCH}"
+        for single in (SAFETENSORS, TORCH) if readable else ():
             index = f"{single}.index.json"
             folder = _snapshot(model, revision, *SETTINGS, single, index)
             if (folder / single).exists():

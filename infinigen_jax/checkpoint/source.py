@@ -6,9 +6,9 @@ from typing import Any
 from infinigen_jax.checkpoint import gguf_model, hf_folder
 from infinigen_jax.checkpoint.gguf_file import GgufFile
 from infinigen_jax.checkpoint.hf_folder import TensorSource
-from infinigen_jax.checkpoint.manifest import MANIFEST_FILE, read_manifest
+from infinigen_jax.checkpoint.manifest import MANIFEST_FILE
 from infinigen_jax.checkpoint.tensor_names import expected
-from infinigen_jax.files.regular import expanded
+from infinigen_jax.files.regular import expanded, read_json
 from infinigen_jax.models import Blueprint, ModelConfig
 
 
@@ -41,8 +41,9 @@ def wide_matrices(source: Path, architecture: Blueprint) -> frozenset[str]:
     Layers share programs, so that a matrix is wide in all of them if it is in one.
     """
     if not is_gguf(source):
-        manifest = source / MANIFEST_FILE
-        return frozenset(read_manifest(source).wide if manifest.exists() else ())
+        manifest = source / MANIFEST_FILE  # of any version: the folder may be converted again
+        given = read_json(manifest).get("wide") if manifest.exists() else None
+        return frozenset(map(str, given) if isinstance(given, list) else ())
     wide = gguf_model.wide_tensors(GgufFile(source))
     layers = expected(architecture).layers
     names = {spec.rule.path[0] for layer in layers for spec in layer if spec.name in wide}

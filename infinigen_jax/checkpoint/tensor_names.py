@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from infinigen_jax.checkpoint.hf_folder import TensorSource
 from infinigen_jax.errors import InputError
-from infinigen_jax.models import Blueprint, Params
+from infinigen_jax.models import Blueprint, ModelConfig, Params
 from infinigen_jax.models.packed import join
 
 # The longest first. Language models within models of text and images have the first three.
@@ -255,7 +255,7 @@ def match(
             doubled.append(f"{matches[stem].name} and {name}")
         elif stem in specs:
             matches[stem] = tensor
-        elif not _is_harmless(name, stem, tensors, blueprint.config.tie_embeddings):
+        elif not _is_harmless(name, stem, tensors, blueprint.config):
             tied = stem == "lm_head.weight" and blueprint.config.tie_embeddings
             why = " which differs from the embeddings it is tied to" if tied else ""
             unexpected.append(f"{name} {tensor.shape}{why}")
@@ -330,14 +330,17 @@ def _renamed(stem: str, family: str) -> str:
     return name[1:]
 
 
-def _is_harmless(name: str, stem: str, tensors: Mapping[str, TensorSource], tied: bool) -> bool:
+def _is_harmless(
+    name: str, stem: str, tensors: Mapping[str, TensorSource], config: ModelConfig
+) -> bool:
     if name.endswith(HARMLESS) or stem.startswith(UNUSED):
         return True
-    if stem != "lm_head.weight" or not tied:
+    if stem != "lm_head.weight" or not config.tie_embeddings:
         return False
-    twins = [t for other, t in tensors.items() if _stem(other) == "embed_tokens.weight"]
+    stems = {_renamed(_stem(other), config.family): tensor for other, tensor in tensors.items()}
+    twin = stems.get("embed_tokens.weight")
     # Two different matrices under one tied name: one of them would be lost silently.
-    return bool(twins) and _same(twins[0], tensors[name])
+    return twin is not None and _same(twin, tensors[name])
 
 
 def _same(first: TensorSource, second: TensorSource) -> bool:

@@ -86,7 +86,7 @@ class _Unpickler(_PythonUnpickler):
         self.stack[-1].update(zip(keys, values, strict=True))
 
     def load_other(self) -> None:
-        raise Refused("refused, because its pickle has a set, or a dictionary in one step")
+        raise Refused("refused, because its pickle has parts that files of weights lack")
 
     dispatch = _PythonUnpickler.dispatch | {
         pickle.SETITEM[0]: load_setitem,
@@ -94,6 +94,7 @@ class _Unpickler(_PythonUnpickler):
         pickle.DICT[0]: load_other,
         pickle.ADDITEMS[0]: load_other,
         pickle.FROZENSET[0]: load_other,
+        pickle.BYTEARRAY8[0]: load_other,  # allocates what it claims
     }
 
     def find_class(self, module: str, name: str) -> Any:

@@ -13,6 +13,7 @@ from infinigen_jax.errors import InputError, ParameterError
 # The largest known index, of DeepSeek-V3's 91,991 tensors, has 9 MB. Parsed JSON takes up to twenty
 # times its size.
 LARGEST_JSON = 32 << 20
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # a model has one
 
 
 def expanded(path: str | Path) -> Path:

@@ -84,7 +84,7 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
     build = {"gpt2": _byte_level, "llama": _sentencepiece}.get(str(settings.get("model")))
     if build is None:
         raise _unsupported(file, "model", ("gpt2", "llama"))
-    if build is _byte_level and settings.get("pre", "default") not in tuple(WORDS):
+    if build is _byte_level and str(settings.get("pre", "default")) not in WORDS:
         raise _unsupported(file, "pre", WORDS)
     template = file.metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
@@ -177,7 +177,7 @@ def _merges(
     merges = []
     for i in np.argsort(-scores, kind="stable"):
         token = tokens[int(i)]
-        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        pairs = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
         known = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
         merges += sorted(known, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
     return merges

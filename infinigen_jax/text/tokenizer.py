@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinigen_jax.errors import InputError, ParameterError
-from infinigen_jax.files.regular import read_json
+from infinigen_jax.files.regular import TOKENIZER_FILES, read_json
 from infinigen_jax.text.detokenize import checked_text
 
 if TYPE_CHECKING:
     import tokenizers
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 SETTINGS_FILE = "tokenizer_config.json"
 AGAIN = "copy the model's files again"
 SAMPLE = "A sample, 123 \u00e9\u4e2d\U0001f600.\n"  # text that reveals a damaged tokenizer
@@ -219,7 +218,9 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
             return path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             raise InputError(f"{path}: cannot be read as UTF-8 text; {AGAIN}") from None
-    template = settings.get("chat_template")
+    template, of_processor = settings.get("chat_template"), folder / "chat_template.json"
+    if template is None and of_processor.is_file():
+        template = read_json(of_processor, AGAIN).get("chat_template")
     if isinstance(template, list):
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     if template is not None and not isinstance(template, str):
@@ -228,7 +229,8 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def _from_transformers(folder: Path) -> Tokenizer:
-    if "auto_map" in _settings(folder):
+    # Of a SentencePiece file, transformers knows the reader.
+    if "auto_map" in _settings(folder) and not (folder / "tokenizer.model").is_file():
         raise InputError(
             f"{folder / SETTINGS_FILE}: auto_map names code of the folder, which is not run; "
             "add a tokenizer.json"

@@ -36,17 +36,19 @@ OTHERS = {
     "pytorch_model.bin": b"x",
     "modeling_own.py": b"x",
 }
+TEXT = {"config.json": CONFIG, "tokenizer.json": b"{}"}
 REPOSITORIES = {
     "org/sharded": NEEDED | OTHERS,
-    "org/torch": {"config.json": CONFIG, "pytorch_model.bin": b"x", "tokenizer.json": b"{}"},
+    "org/torch": TEXT | {"pytorch_model.bin": b"x"},
     "org/quantised": {
         **{"a.gguf": b"a", "b.gguf": b"b", "c-00001-of-00002.gguf": b"c", "mmproj-F16.gguf": b"m"},
         **{"x.gguf": b"x", "y.gguf": b"y", "Q8/z.GGUF": b"z"},
     },
-    "org/adapter": {"config.json": CONFIG, "adapter_model.safetensors": b"x"},
+    "org/adapter": TEXT | {"adapter_model.safetensors": b"x"},
+    "org/tekken": {"config.json": CONFIG, "tekken.json": b"x", "model.safetensors": b"x"},
     "org/experts": {"config.json": b'{"model_type": "mixtral"}', "model.safetensors": b"x"},
-    "org/partial": {"config.json": CONFIG, "model.safetensors": b"x"},
-    "org/private": {"config.json": CONFIG, "model.safetensors": b"x"},
+    "org/partial": TEXT | {"model.safetensors": b"x"},
+    "org/private": TEXT | {"model.safetensors": b"x"},
 }
 
 
@@ -167,6 +169,7 @@ REFUSED = {
     "org/quantised@@": "config.json on the hub; name a file, such as org/quantised/a.gguf or ",
     "org/quantised@@x": "or org/quantised/b.gguf or org/quantised/x.gguf\n",
     "org/adapter@@": "no model.safetensors or pytorch_model.bin on the hub; choose another\n",
+    "org/tekken@@": "no tokenizer (tokenizer.json, tokenizer.model, vocab.json) on the hub; choose",
     "org/quantised/c.gguf@@": "no such file on the hub",
     "./org/sharded@main@": "revision main: ./org/sharded is not a model on the hub",
 }
@@ -193,7 +196,7 @@ def test_only_needed_files_are_fetched(ask, answers):
     cached = ["org/sharded@@", "org/torch@@", "org/partial@@x"]
     missing = ["org/partial@@", "org/absent@@"]
     offline = ask(*cached, *missing, HF_HUB_OFFLINE="1")
-    assert offline[:2] == [sharded, torch] and names(offline[2]) == {"config.json"}
+    assert offline[:2] == [sharded, torch] and names(offline[2]) == set(TEXT)
     assert all("HF_HUB_OFFLINE is set" in line for line in offline[3:])
 
 
@@ -201,7 +204,7 @@ def test_refusals_in_one_line(ask, answers):
     *lines, private = answers[len(FETCHED) :]
     for (request, message), line in zip(REFUSED.items(), lines, strict=True):
         assert message in f"{line}\n" and request.partition("@")[0] in line
-    assert names(private) == {"config.json", "model.safetensors"}
+    assert names(private) == {*TEXT, "model.safetensors"}
     unreachable = ask("org/new@@", HF_ENDPOINT="http://127.0.0.1:9")
     assert len(unreachable) == 1 and "the hub cannot be reached" in unreachable[0]
 

@@ -1,6 +1,7 @@
 """Reading checkpoints: every format, and a clear refusal of every kind of damage."""
 
 import collections
+import functools
 import json
 import os
 import shutil
@@ -16,13 +17,14 @@ from safetensors.numpy import load_file, save_file
 from tiny import LLAMA, as_torch, only, refuses, take_tensors
 
 from infinigen_jax.checkpoint.hf_folder import (
+    TensorSource,
     checked_folder,
     open_tensors,
     read_config,
     side_files,
     weight_files,
 )
-from infinigen_jax.checkpoint.tensor_names import Rule, TensorSpec, match, read_tree
+from infinigen_jax.checkpoint.tensor_names import Rule, TensorSpec, expected, match, read_tree
 from infinigen_jax.checkpoint.torch_pickle import Refused, read_pickle
 from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.errors import UnsupportedModelError
@@ -209,12 +211,23 @@ def test_all_mismatches_are_in_one_error(tiny, tmp_path):
     assert "\n" not in message
 
 
-def test_a_tied_head_must_equal_the_embeddings(tiny):
-    made = tiny("opt", num_hidden_layers=1)
-    tensors = take_tensors(made.folder)
-    tensors["lm_head.weight"] = tensors["model.decoder.embed_tokens.weight"] + 1
-    torch.save(tensors, made.folder / "pytorch_model.bin")
-    refused(made.folder, "differs from the embeddings")
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("llama", "model.embed_tokens.weight"), ("exaone", "transformer.wte.weight")],
+)
+def test_a_tied_head_must_equal_the_embeddings(family, name):
+    config = LLAMA | {"model_type": family, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    shapes = blueprint(config_from_hf(config), jnp.float32)
+    tensors = {}
+    for spec in expected(shapes).flat():
+        given = name if "embed_tokens" in spec.name else spec.name
+        read = functools.partial(np.ones, spec.shape, np.float32)
+        tensors[given] = TensorSource(given, Path(), spec.shape, np.dtype(np.float32), read)
+    head = tensors[name]
+    assert len(match(tensors | {"lm_head.weight": head}, shapes, "folder")) == len(tensors)
+    other = head._replace(read=lambda: np.zeros(head.shape, np.float32))
+    both = tensors | {"lm_head.weight": other}
+    refuses("differs from the embeddings", match, both, shapes, "folder")
 
 
 def test_mapping_lists_only_the_first_of_many():
@@ -250,11 +263,11 @@ def test_a_pickle_changes_no_types():
     assert jnp.dtype(jnp.bfloat16).itemsize == 2
 
 
-@pytest.mark.parametrize("made", [b"(d.", b"\x8f(\x90.", b"(\x91."])
-def test_a_pickle_has_no_sets_and_no_dictionaries_in_one_step(made):
-    """Their items would be hashed, which can take forever."""
-    with pytest.raises(Refused, match="has a set"):
-        read_pickle(b"\x80\x04" + made)
+@pytest.mark.parametrize("made", [b"(d.", b"\x8f(\x90.", b"(\x91.", b"\x96" + bytes(7) + b"\xff"])
+def test_a_pickle_has_no_sets_arrays_or_dictionaries_in_one_step(made):
+    """Items would be hashed, which can take forever; an array of bytes takes what it claims."""
+    with pytest.raises(Refused, match="parts that files of weights lack"):
+        read_pickle(b"\x80\x05" + made)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

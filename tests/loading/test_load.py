@@ -157,6 +157,12 @@ def test_damaged_manifest(out):
     refuses("not valid JSON", checkpoint.load, out)
 
 
+def test_a_conversion_of_another_version_can_be_converted_again(out, tmp_path):
+    file = out / "infinigen.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format_version": 1, "wide": 5}))
+    checkpoint.load(convert(out, tmp_path / "again", skew="none"))
+
+
 def test_damaged_bases(out):
     path = out / "infinigen.safetensors"
     whole = load_file(path)

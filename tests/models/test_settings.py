@@ -106,6 +106,8 @@ def test_settings_that_files_leave_out():
             rope = read(family, **left_out).rope
             assert rope is not None and rope.theta == theta
             assert rope.factor == {"apertus": 8, "cwm": 16}.get(family, 1)
+    chunked = {"original_max_position_embeddings": 16}  # supported up to the original context
+    assert read("qwen2", dual_chunk_attention_config=chunked).max_positions == 16
     assert read("cwm").eos_ids == () and len(read("cwm", vocab_size=128256).eos_ids) == 3
     assert read("gemma", hidden_act="gelu").activation == "gelu_pytorch_tanh"
     assert read("gemma", hidden_act="silu").activation == "silu"

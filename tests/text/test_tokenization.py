@@ -11,7 +11,7 @@ from tiny import add_tokenizer, python, refuses
 
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import EMBEDDED_FOLDER, embedded
-from infinigen_jax.text.tokenizer import load_tokenizer
+from infinigen_jax.text.tokenizer import SETTINGS_FILE, load_tokenizer
 
 FOLDERS = [path for path in EMBEDDED_FOLDER.iterdir() if path.is_dir()]
 TEXTS = ["", "a", "The king said", "  two\n\n x ", "é中😀 <s>inside</s> <pad>x <unk>", "<s>front"]
@@ -91,6 +91,34 @@ def test_a_folder_of_vocabulary_and_merges(tmp_path):
     (tmp_path / "merges.txt").write_text("\n".join(merges))
     (tmp_path / "config.json").write_text('{"model_type": "opt"}')
     check_like_transformers(tmp_path)
+
+
+def test_a_folder_of_a_sentencepiece_model(tmp_path):
+    """Also where the settings name code of the folder, which transformers' own class replaces."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    (tmp_path / "text").write_text("The king said that the old house was his. " * 20)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=300,
+        model_type="bpe",
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    settings = {"tokenizer_class": "LlamaTokenizer"}
+    (tmp_path / SETTINGS_FILE).write_text(json.dumps(settings))
+    check_like_transformers(tmp_path)
+    (tmp_path / SETTINGS_FILE).write_text(json.dumps(settings | {"auto_map": AUTO_MAP}))
+    assert load_tokenizer(tmp_path).encode("The king")
+
+
+def test_a_template_of_a_processor(tmp_path):
+    """Folders of models for images and text may have no other."""
+    folder = copied(tmp_path)
+    (folder / "chat_template.json").write_text('{"chat_template": "{{ messages }}"}')
+    assert load_tokenizer(folder).chat_template == "{{ messages }}"
 
 
 def copied(folder: Path) -> Path:
