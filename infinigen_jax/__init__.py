@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from infinigen_jax.settings.pool import Pool
     from infinigen_jax.settings.sampling import Sampling
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 _HOMES = {
     "loading.load": ("Basis", "Model", "embedded", "load"),

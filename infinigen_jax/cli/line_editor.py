@@ -1,6 +1,7 @@
 """Input lines: typed or pasted by a person, or read from a file or pipe."""
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +14,11 @@ PROMPT = "> "
 def line_reader() -> Callable[[], str | None]:
     """Return a function that reads the next input; it returns None at the end.
 
-    At a terminal with `prompt_toolkit`, lines can be edited and recalled, and pasted text with
-    several lines, or with breaks by Alt+Enter, is one input. Elsewhere each line of stdin is one.
+    At a terminal that is not "dumb", with `prompt_toolkit`, lines can be edited and recalled, and
+    pasted text with several lines, or with breaks by Alt+Enter, is one input. Elsewhere each line
+    of stdin is one.
     """
-    terminal = sys.stdin.isatty() and sys.stderr.isatty()
+    terminal = sys.stdin.isatty() and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     if terminal and importlib.util.find_spec("prompt_toolkit") is not None:
         return _editor()
     return _plain_line

@@ -221,14 +221,14 @@ class Conversation:
             context, tokens = record["context"], record["tokens"]
             cached, drawn = record["cached"], record["drawn"]
             numbers = [context, cached, drawn, *tokens]
-            if not all(type(n) is int and n >= 0 for n in numbers):
+            if not all(type(n) is int and 0 <= n < 1 << 31 for n in numbers):
                 raise ValueError
             if not cached <= len(tokens) <= cached + bool(cached) or len(tokens) > context:
                 raise ValueError
             conversation = cls(runtime, sampling, context)
             conversation.tokens = encode(runtime.model, tokens) if tokens else []
             conversation.messages = [
-                {str(name): str(text) for name, text in message.items()}
+                {name: str(message[name]) for name in ("role", "content")}
                 for message in record["messages"]
             ]
             conversation.template = record["template"]
@@ -324,8 +324,8 @@ def _check_settings(path: str | Path, record: dict[str, Any], runtime: Runtime) 
         if name in saved and saved[name] != value
     ]
     if record["model"] != fingerprint(runtime.model):
-        raise InputError(f"{path}: the conversation is with another model; load that model")
+        raise InputError(f"{path}: it is with another model or conversion; load that one")
     if differences:
         raise InputError(f"{path}: saved with {'; '.join(differences)}; give the same settings")
     if current.keys() != saved.keys():
-        raise ValueError
+        raise InputError(f"{path}: saved by another version of this package; start a new one")

@@ -33,17 +33,22 @@ def program_folder() -> Path | None:
     """Return the folder of compiled programs, created if necessary; None if none can be used.
 
     The variables of JAX's cache apply: JAX_COMPILATION_CACHE_DIR names another folder, and
-    JAX_ENABLE_COMPILATION_CACHE=0, or its setting in `jax.config`, turns the cache off.
+    JAX_ENABLE_COMPILATION_CACHE=0, or its setting in `jax.config`, turns the cache off. A folder
+    that others can write to is not used, since its files are pickles; nor is one in a cloud.
     """
     if not jax.config.jax_enable_compilation_cache:  # pyright: ignore[reportAttributeAccessIssue]
         return None
-    given = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    given = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
+    if "://" in given:
+        return None
     try:
         folder = Path(given) if given else cache_root() / "programs" / processor()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
     except OSError:
         return None
-    return folder if os.access(folder, os.W_OK) else None
+    safe = status.st_uid in (0, os.getuid()) and not status.st_mode & 0o002
+    return folder if safe and os.access(folder, os.W_OK) else None
 
 
 def prune_programs() -> None:

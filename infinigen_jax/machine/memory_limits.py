@@ -124,18 +124,20 @@ def _control_group_rooms(root: Path) -> Iterator[int]:
         hierarchy, controllers, path = membership.split(":", 2)
         if hierarchy == "0" and not controllers:  # version 2
             mount, names = root / "sys/fs/cgroup", ("memory.max", "memory.current")
-            reclaimable = "inactive_file"
+            prefix = ""
         elif "memory" in controllers.split(","):  # version 1
             mount = root / "sys/fs/cgroup/memory"
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            reclaimable = "total_inactive_file"
+            prefix = "total_"
         else:
             continue
         group = mount / path.lstrip("/")
         for directory in (group, *group.parents):
             limit, used = (_read_number(directory / name) for name in names)
             if limit is not None and used is not None:
-                yield limit - used + (_statistic(directory / "memory.stat", reclaimable) or 0)
+                cached = (f"{prefix}{kind}_file" for kind in ("active", "inactive"))
+                statistics = (_statistic(directory / "memory.stat", name) or 0 for name in cached)
+                yield limit - used + sum(statistics)
             if directory == mount:
                 break
 

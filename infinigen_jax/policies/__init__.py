@@ -79,7 +79,8 @@ def find_policy(name: str) -> Any:
         )
     except Exception as error:  # the module's own code may raise anything
         problem = f"{type(error).__name__}: {one_line(str(error))}"
-        where = "; is it on PYTHONPATH?" if isinstance(error, ImportError) else ""
+        missing = isinstance(error, ImportError) and f"{module}.".startswith(f"{error.name}.")
+        where = "; is it on PYTHONPATH?" if missing else ""
         raise ParameterError("policy", problem + where, name) from None
     check_policy(kind, name)
     EXTENSIONS.add(inspect.getfile(kind))

@@ -68,7 +68,7 @@ class EngineOptions(Settings):
     )
     draft_tokens: int | None = setting(
         None,
-        "most tokens drafted before a verification, with lossless; measured times choose how many",
+        "most tokens drafted before a verification, with lossless (default: by measured times)",
         "N",
         whole_number(1, 15),
     )

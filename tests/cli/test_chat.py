@@ -308,6 +308,21 @@ def test_the_line_editor_at_a_terminal():
         os.close(parent)
 
 
+def test_a_terminal_without_control_sequences_gets_none():
+    program = (
+        "from infinigen_jax.cli.line_editor import line_reader\nread = line_reader()\n"
+        "print([read()])"
+    )
+    parent, child = pty.openpty()
+    with started("-c", program, env=environment(TERM="dumb"), stdin=child, stderr=child) as process:
+        os.close(child)
+        os.write(parent, b"hello\n")
+        assert process.stdout is not None
+        assert process.stdout.read() == b"['hello']\n"
+        assert b"\x1b" not in os.read(parent, 4096)
+        os.close(parent)
+
+
 def test_a_line_that_is_not_utf8_comes_too_late_to_lose_anything(talk, tmp_path):
     """In the C locale, bytes that are not UTF-8 become lone surrogates."""
     saved = tmp_path / "saved"

@@ -1,7 +1,9 @@
 """Files and folders appear whole or not at all: processes killed at every operation on a file."""
 
+import errno
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,20 @@ def test_a_folder_replaces_another(exchanges, tmp_path, monkeypatch):
         with staged(tmp_path / "folder") as folder:
             write_text(folder / number, number)
         assert only(tmp_path / "folder") == [number] and only(tmp_path) == ["folder"]
+
+
+def test_a_file_system_that_cannot_sync_folders(tmp_path, monkeypatch):
+    sync = os.fsync
+
+    def refusing(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", refusing)
+    with staged(tmp_path / "folder") as folder:
+        write_text(folder / "file", "text")
+    assert only(tmp_path / "folder") == ["file"]
 
 
 def test_a_result_goes_to_a_pipe_in_a_folder_that_cannot_be_written(tmp_path, monkeypatch):

@@ -8,7 +8,13 @@ import pytest
 from tiny import python
 
 from infinigen_jax.files import user_cache
-from infinigen_jax.files.user_cache import cache_root, keep_programs, processor, prune
+from infinigen_jax.files.user_cache import (
+    cache_root,
+    keep_programs,
+    processor,
+    program_folder,
+    prune,
+)
 
 
 def test_it_is_in_the_users_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -39,6 +45,16 @@ def test_what_was_used_least_recently_gives_way(tmp_path: Path):
     prune(tmp_path, 250)
     assert {file.name for file in tmp_path.rglob("*-cache")} == {"0-cache", "1-cache"}
     prune(tmp_path / "none", 0)
+
+
+def test_programs_are_in_no_folder_that_others_can_write_to(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    assert program_folder() == tmp_path
+    tmp_path.chmod(0o777)
+    assert program_folder() is None
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "gs://bucket/folder")
+    monkeypatch.chdir(tmp_path)
+    assert program_folder() is None and not list(tmp_path.iterdir())
 
 
 def test_a_users_choice_and_a_read_only_folder_are_left_alone(monkeypatch, tmp_path):

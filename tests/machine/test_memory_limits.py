@@ -52,7 +52,7 @@ class FakeDevice:
 GROUP = "sys/fs/cgroup/service"
 TREES = {
     "without limits": ({"proc/meminfo": meminfo(8)}, 8 * GIB),
-    # The outer group leaves 3 GiB, of which a file cache of 1 GiB counts as free.
+    # The outer group leaves 3 GiB, of which a file cache of 1 GiB can be freed.
     "nested groups of version 2": (
         {
             "proc/meminfo": meminfo(64),
@@ -61,7 +61,7 @@ TREES = {
             f"{GROUP}/worker/memory.current": "5\n",
             f"{GROUP}/memory.max": f"{10 * GIB}\n",
             f"{GROUP}/memory.current": f"{8 * GIB}\n",
-            f"{GROUP}/memory.stat": f"anon 1\ninactive_file {GIB}\n",
+            f"{GROUP}/memory.stat": f"anon 1\ninactive_file {GIB - 8}\nactive_file 8\n",
         },
         3 * GIB,
     ),
@@ -72,7 +72,9 @@ TREES = {
             "proc/self/cgroup": "5:cpu:/x\n4:memory,hugetlb:/docker/abc\n0::/\n",
             "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{4 * GIB}",
             "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{5 * GIB}",
-            "sys/fs/cgroup/memory/memory.stat": f"total_inactive_file {2 * GIB}\n",
+            "sys/fs/cgroup/memory/memory.stat": (
+                f"active_file 7\ntotal_inactive_file {GIB}\ntotal_active_file {GIB}\n"
+            ),
         },
         GIB,
     ),

@@ -15,7 +15,7 @@ from runtime import SPARSE, engine, random_model, tokens_of
 from tiny import python
 
 from infinigen_jax.engine.engine import Engine
-from infinigen_jax.programs.program import SUFFIX, Program
+from infinigen_jax.programs.program import SUFFIX, Program, environment
 
 
 @pytest.fixture
@@ -132,6 +132,12 @@ def test_a_damaged_file_is_compiled_and_written_again(folder, damage):
     assert len(file.read_bytes()) > len(whole) // 2
     traced.call(traced.program())
     assert traced.traces == 2
+
+
+def test_other_random_numbers_are_another_environment():
+    before = environment.__wrapped__()
+    with jax.default_prng_impl("rbg"):
+        assert environment.__wrapped__() != before
 
 
 def test_programs_run_where_the_cache_is_off(folder):
