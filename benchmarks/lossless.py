@@ -27,6 +27,7 @@ from benchmarks.plots import checked_plot, draw_speeds
 from benchmarks.systems import STREAMED
 from benchmarks.tables import entry_table
 from infinigen_jax.cli.options import read_policy
+from infinigen_jax.engine.draft_length import DraftLength
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
 from infinigen_jax.errors import Parser, run_command
@@ -47,6 +48,12 @@ COLUMNS = {
     "verification s": ("verification_seconds", "{:.2f}"),
     "equal tokens": ("equal_tokens", "{}"),
 }
+
+
+def always_draft(tokens: int | None) -> None:
+    """Let every round draft as many tokens, if given: policies are compared by equal drafts."""
+    if tokens is not None:
+        DraftLength.choose = lambda self, most: min(most, self.most)
 
 
 class System:
@@ -81,6 +88,7 @@ class System:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Measure all contexts and return the result, which is written as it grows."""
+    always_draft(options.draft_tokens)
     end = time.monotonic() + options.cap_seconds
     path = options.json or machine.result_path("lossless", options.model)
     longest = max(options.contexts) + TOKENS + options.tokens * options.rounds + 128
@@ -162,7 +170,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--systems", nargs="+", default=list(SYSTEMS), metavar="NAME")
     add("--budget", type=float, help="maximum share of rows fetched (default: the policy's)")
     add("--weights", choices=("device", "host"), default="device")
-    add("--draft-tokens", type=int, metavar="N", help="most tokens per draft")
+    add("--draft-tokens", type=int, metavar="N", help="tokens per draft (default: by times)")
     add("--tokens", type=int, default=32, help="tokens of a turn (default 32)")
     add("--rounds", type=int, default=3, help="turns of each system (default 3)")
     add("--cap-seconds", type=float, default=math.inf, help="time after which no round starts")

@@ -16,6 +16,7 @@ import numpy as np
 
 from benchmarks import machine, shapes
 from benchmarks.files import RESULTS, note, write_json
+from benchmarks.lossless import always_draft
 from benchmarks.tables import entry_table
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.lossless import LosslessStats
@@ -42,6 +43,7 @@ COLUMNS = {
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Compare all models and write the result; raise InputError for more than rounding errors."""
+    always_draft(options.draft_tokens)
     names = "dtype", "prompts", "tokens", "context", "batches", "budget", "window", "draft_tokens"
     result: dict[str, Any] = {
         "benchmark": "lossless-equality",
@@ -113,7 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--batches", type=int, nargs="+", default=[1, 10], metavar="N", help="batch sizes")
     add("--budget", type=float, default=0.05, help="maximum share of rows fetched (default 0.05)")
     add("--window", type=int, default=16, help="recent rows on the device (default 16)")
-    add("--draft-tokens", type=int, metavar="N", help="most tokens per draft")
+    add("--draft-tokens", type=int, metavar="N", help="tokens per draft (default: by times)")
     add("--json", type=Path, default=RESULTS / "lossless-equality.json", help="result file")
     return parser
 

@@ -52,11 +52,11 @@ def fetched(name: str | Path, revision: str | None = None, weights: bool = True)
             return folder
         # Refuse a model that cannot be used before its weights are downloaded.
         read_config(folder)
-        absent = f"tokenizer ({', '.join(TOKENIZER_FILES)})"
-        readable = any((folder / file).exists() for file in TOKENIZER_FILES)
-        if readable:
-            absent = f"{SAFETENSORS} or {TORCH}"
-        for single in (SAFETENSORS, TORCH) if readable else ():
+        if not any((folder / file).exists() for file in TOKENIZER_FILES):
+            names = ", ".join(TOKENIZER_FILES)
+            raise InputError(f"{name}: has no tokenizer ({names}) on the hub; choose another")
+        absent = f"{SAFETENSORS} or {TORCH}"
+        for single in (SAFETENSORS, TORCH):
             index = f"{single}.index.json"
             folder = _snapshot(model, revision, *SETTINGS, single, index)
             if (folder / single).exists():

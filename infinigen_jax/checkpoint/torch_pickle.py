@@ -86,7 +86,9 @@ class _Unpickler(_PythonUnpickler):
         self.stack[-1].update(zip(keys, values, strict=True))
 
     def load_other(self) -> None:
-        raise Refused("refused, because its pickle has parts that files of weights lack")
+        raise Refused(
+            "refused, because its pickle has a set, an array of bytes or a dictionary in one step"
+        )
 
     dispatch = _PythonUnpickler.dispatch | {
         pickle.SETITEM[0]: load_setitem,

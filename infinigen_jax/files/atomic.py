@@ -23,6 +23,7 @@ from filelock import FileLock
 from infinigen_jax.errors import InputError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
 _WORKING_DIRECTORY, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of Linux
 
@@ -209,9 +210,12 @@ def _terminate_as_exception() -> Iterator[None]:
 
 def _sync_folder(folder: Path) -> None:
     """Make the names in a folder durable, if its file system and permissions allow that."""
-    with contextlib.suppress(OSError):
+    try:
         handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)
         finally:
             os.close(handle)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise

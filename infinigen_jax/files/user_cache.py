@@ -34,7 +34,8 @@ def program_folder() -> Path | None:
 
     The variables of JAX's cache apply: JAX_COMPILATION_CACHE_DIR names another folder, and
     JAX_ENABLE_COMPILATION_CACHE=0, or its setting in `jax.config`, turns the cache off. A folder
-    that others can write to is not used, since its files are pickles; nor is one in a cloud.
+    of another user, or that all can write to, is not used, since its files are pickles; nor is one
+    in a cloud.
     """
     if not jax.config.jax_enable_compilation_cache:  # pyright: ignore[reportAttributeAccessIssue]
         return None

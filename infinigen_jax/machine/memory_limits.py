@@ -135,9 +135,8 @@ def _control_group_rooms(root: Path) -> Iterator[int]:
         for directory in (group, *group.parents):
             limit, used = (_read_number(directory / name) for name in names)
             if limit is not None and used is not None:
-                cached = (f"{prefix}{kind}_file" for kind in ("active", "inactive"))
-                statistics = (_statistic(directory / "memory.stat", name) or 0 for name in cached)
-                yield limit - used + sum(statistics)
+                file, kinds = directory / "memory.stat", ("active_file", "inactive_file")
+                yield limit - used + sum(_statistic(file, prefix + kind) or 0 for kind in kinds)
             if directory == mount:
                 break
 

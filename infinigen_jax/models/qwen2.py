@@ -9,7 +9,7 @@ from infinigen_jax.models.llama import relative_from_hf
 
 def config_from_hf(hf: HFConfig) -> ModelConfig:
     biases = {"attention_bias": True, "output_bias": False}
-    if chunked := hf.get("dual_chunk_attention_config"):  # needed beyond, and not supported
+    if chunked := hf.get("dual_chunk_attention_config"):  # attention beyond it is not supported
         hf = {**hf, "max_position_embeddings": chunked["original_max_position_embeddings"]}
     return relative_from_hf(hf, **biases, **qwen_windows(hf))
 

@@ -148,8 +148,9 @@ def _signature(leaf: Any) -> tuple[Any, ...]:
 def environment() -> str:
     """Describe the package, JAX, the processor and the flags, which all executables depend on."""
     flags = os.environ.get("XLA_FLAGS", "")
-    names = "enable_x64", "threefry_partitionable", "default_prng_impl", "random_seed_offset"
-    numerics = [getattr(jax.config, name) for name in (PRECISION, *(f"jax_{n}" for n in names))]
+    names = "jax_enable_x64", PRECISION, "jax_threefry_partitionable"
+    random = "jax_default_prng_impl", "jax_random_seed_offset"
+    numerics = [getattr(jax.config, name) for name in (*names, *random)]
     versions = jax.__version__, importlib.metadata.version("jaxlib")
     # XLA divides loops among the processor's cores.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -7,12 +7,13 @@ gives the next logits. It therefore delays no step.
 import functools
 import math
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-MOST_MULTIPLE = 1000  # an automaton has as many states
+MOST_MULTIPLE = 50_000  # an automaton has as many states
 MOST_PARTS = 1000  # llguidance recurses into them, on a stack of 8 MiB
 # White space between two parts. Without a limit, a model may write it until `max_tokens`.
 SPACES = r"[ \n]{0,12}"
@@ -44,24 +45,25 @@ class Grammars:
 
 def _check_size(schema: Any) -> None:
     """Refuse schemas that take llguidance too much time, memory or stack."""
-    parts, count, common = [schema], 0, 1
+    parts, count, multiples = [schema], 0, [Decimal(1)]
     while parts:
         part = parts.pop()
         if isinstance(part, Mapping):
             count += 1
             if count > MOST_PARTS:
                 raise ValueError(f"the schema has more than {MOST_PARTS} parts; simplify it")
-            multiple = part.get("multipleOf", 1)
-            if isinstance(multiple, int | float) and multiple > MOST_MULTIPLE:
-                raise ValueError(f"multipleOf is {multiple}; use at most {MOST_MULTIPLE}")
-            if isinstance(multiple, int):  # all may apply to one number
-                common = math.lcm(common, multiple)
-                if common > MOST_MULTIPLE:
-                    least = f"the least common multiple of each multipleOf is {common}"
-                    raise ValueError(f"{least}; use at most {MOST_MULTIPLE}")
+            multiple: Any = part.get("multipleOf")
+            if type(multiple) in (int, float) and 0 < multiple < math.inf:
+                multiples.append(Decimal(str(multiple)))
             parts += part.values()
         elif isinstance(part, list):
             parts += part
+    # All may apply to one number. Of decimals, the last digits of all count.
+    digits = max(-int(multiple.as_tuple().exponent) for multiple in multiples)
+    whole = (int(multiple.scaleb(digits)) for multiple in multiples[1:])
+    if math.lcm(*whole) > MOST_MULTIPLE:
+        problem = "the least common multiple of all multipleOf, in their last digit, is more than"
+        raise ValueError(f"{problem} {MOST_MULTIPLE}; use simpler ones")
 
 
 def allowed_tokens(matchers: Mapping[int, LLMatcher], batch: int, vocabulary: int) -> np.ndarray:

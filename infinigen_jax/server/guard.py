@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import ipaddress
+import socket
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -46,7 +47,8 @@ class Guard:
             return
         headers = dict(scope["headers"])
         if (name := self._foreign_host(scope, headers.get(b"host", b""))) is not None:
-            message = f"unknown host {name}: connect by address, or allow its origin or set a key"
+            remedy = "use its address, or start the server with --allow-origin or --api-key"
+            message = f"this server may not be called {name}; {remedy}"
             await refusal(403, message, headers=CLOSE)(scope, receive, send)
             return
         if not self._admits(scope, headers.get(b"authorization", b"")):
@@ -79,7 +81,8 @@ class Guard:
             name = urlsplit(f"//{host.decode('latin-1')}").hostname or "localhost"
         except ValueError:
             name = "that is malformed"
-        allowed = {"localhost", *(urlsplit(origin).hostname for origin in self._origins)}
+        allowed = {"localhost", socket.gethostname().lower()}
+        allowed |= {*(urlsplit(origin).hostname for origin in self._origins)}
         return None if name in allowed or "*" in self._origins or _is_address(name) else name
 
     def _limited(self, receive: Any) -> Any:

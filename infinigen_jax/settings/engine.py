@@ -68,7 +68,8 @@ class EngineOptions(Settings):
     )
     draft_tokens: int | None = setting(
         None,
-        "most tokens drafted before a verification, with lossless (default: by measured times)",
+        "most tokens drafted before a verification, with lossless "
+        "(default: 15, or the policy's window)",
         "N",
         whole_number(1, 15),
     )

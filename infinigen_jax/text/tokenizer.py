@@ -229,7 +229,7 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def _from_transformers(folder: Path) -> Tokenizer:
-    # Of a SentencePiece file, transformers knows the reader.
+    # transformers reads SentencePiece files itself.
     if "auto_map" in _settings(folder) and not (folder / "tokenizer.model").is_file():
         raise InputError(
             f"{folder / SETTINGS_FILE}: auto_map names code of the folder, which is not run; "

@@ -266,7 +266,7 @@ def test_a_pickle_changes_no_types():
 @pytest.mark.parametrize("made", [b"(d.", b"\x8f(\x90.", b"(\x91.", b"\x96" + bytes(7) + b"\xff"])
 def test_a_pickle_has_no_sets_arrays_or_dictionaries_in_one_step(made):
     """Items would be hashed, which can take forever; an array of bytes takes what it claims."""
-    with pytest.raises(Refused, match="parts that files of weights lack"):
+    with pytest.raises(Refused, match="has a set"):
         read_pickle(b"\x80\x05" + made)
 
 

@@ -198,7 +198,7 @@ convert(sys.argv[1], sys.argv[2], skew="none",
 
 @pytest.mark.slow
 def test_a_terminated_conversion(tiny, tmp_path):
-    """SIGTERM removes the temporary folder; `test_atomic` kills at once."""
+    """SIGTERM removes the temporary folder; `test_atomic` sends SIGKILL."""
     made = tiny("llama")
     assert python("-c", KILLED, made.folder, tmp_path / "out").returncode == 143
     assert only(tmp_path) == ["llama"]

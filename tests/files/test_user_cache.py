@@ -52,6 +52,9 @@ def test_programs_are_in_no_folder_that_others_can_write_to(monkeypatch, tmp_pat
     assert program_folder() == tmp_path
     tmp_path.chmod(0o777)
     assert program_folder() is None
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    assert program_folder() == (None if tmp_path.stat().st_uid else tmp_path)  # root is trusted
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "gs://bucket/folder")
     monkeypatch.chdir(tmp_path)
     assert program_folder() is None and not list(tmp_path.iterdir())

@@ -101,6 +101,14 @@ def test_policies_decode_alike_after_chunks(name):
     assert tokens_of(chunked, LONG) == tokens_of(chosen, LONG)
 
 
+@pytest.mark.slow
+def test_opt_in_chunks():
+    """Its table of positions ends before the padding does."""
+    chunked = engine("opt", SPARSE, prefill_chunk=64)
+    prompts = [[5] * 200, LONG[0]]
+    assert tokens_of(chunked, prompts, 56) == tokens_of(engine("opt", SPARSE), prompts, 56)
+
+
 def test_tokens_appended_after_decoding_equal_one_prompt():
     """Turns of different lengths, one of them empty, after steps between two flushes."""
     chosen = engine("one", ALL)

@@ -126,11 +126,15 @@ def called(arguments: str, name: str = "f") -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [call]}
 
 
-FACTORS = [{"type": "integer", "multipleOf": n} for n in (997, 991)]
+# An automaton of their least common multiple takes minutes.
+FACTORS = [
+    [{"type": "number", "multipleOf": n} for n in pair] for pair in ((997.0, 991), (9.97, 9.91))
+]
 CHAIN = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}]} for i in range(4000)}
 WRONG_SCHEMAS = [
     *({"type": "nonsense"}, {"not": {}}, {"$ref": "#/a"}, {"multipleOf": 99_991}),
-    {"allOf": FACTORS},  # an automaton of their least common multiple takes minutes
+    *({"allOf": both, "default": {"multipleOf": 0}} for both in FACTORS),
+    {"multipleOf": True},
     {"$ref": "#/$defs/a0", "$defs": CHAIN | {"a4000": {}}},  # overflows llguidance's stack
 ]
 WRONG_FORMATS: list[dict[str, Any]] = [

@@ -95,7 +95,8 @@ def test_a_folder_of_vocabulary_and_merges(tmp_path):
 
 def test_a_folder_of_a_sentencepiece_model(tmp_path):
     """Also where the settings name code of the folder, which transformers' own class replaces."""
-    sentencepiece = pytest.importorskip("sentencepiece")
+    import sentencepiece
+
     (tmp_path / "text").write_text("The king said that the old house was his. " * 20)
     sentencepiece.SentencePieceTrainer.train(
         input=str(tmp_path / "text"),
@@ -110,8 +111,11 @@ def test_a_folder_of_a_sentencepiece_model(tmp_path):
     settings = {"tokenizer_class": "LlamaTokenizer"}
     (tmp_path / SETTINGS_FILE).write_text(json.dumps(settings))
     check_like_transformers(tmp_path)
+    expected = load_tokenizer(tmp_path).encode("The king")
     (tmp_path / SETTINGS_FILE).write_text(json.dumps(settings | {"auto_map": AUTO_MAP}))
-    assert load_tokenizer(tmp_path).encode("The king")
+    (tmp_path / "tokenizer_evil.py").write_text(EVIL.format(str(tmp_path / "code has run")))
+    assert load_tokenizer(tmp_path).encode("The king") == expected
+    assert not (tmp_path / "code has run").exists()
 
 
 def test_a_template_of_a_processor(tmp_path):
