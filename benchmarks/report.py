@@ -26,7 +26,7 @@ SPEEDS = {
 BREAKDOWN = {
     "system": ("system", "{}"),
     "step": ("breakdown.step_ms", "{:.2f}"),
-    **{part: (f"breakdown.parts_ms.{part}", "{:.2f}") for part in PARTS},
+    **{part: (f"breakdown.{part}", "{:.2f}") for part in PARTS},
     "transfers": ("breakdown.transfer_ms", "{:.2f}"),
     "hidden": ("breakdown.hidden_share", "{:.0%}"),
 }
@@ -61,6 +61,11 @@ def table(result: dict[str, Any]) -> str:
             for entry in entries
             if "absent" in entry
         ]
-        if traced := [entry for entry in measured if "breakdown" in entry]:
+        traced = [
+            entry | {"breakdown": entry["breakdown"] | entry["breakdown"]["parts_ms"]}
+            for entry in measured
+            if "breakdown" in entry
+        ]
+        if traced:
             lines += ["", "Milliseconds of a step, traced:", "", entry_table(BREAKDOWN, traced)]
     return "\n".join(lines)

@@ -95,7 +95,7 @@ def test_every_system_is_timed_and_compared_with_its_floor(systems, name):
 
 @pytest.mark.bench
 @pytest.mark.parametrize("name", OURS)
-def test_shares_of_a_traced_step_add_up(systems, name):
+def test_shares_of_a_traced_step_add_up(result, systems, name):
     traced = systems[name]["breakdown"]
     parts = traced["parts_ms"]
     assert traced["steps"] == TRACED and 0 < traced["step_ms"] < 1e3
@@ -106,6 +106,9 @@ def test_shares_of_a_traced_step_add_up(systems, name):
     # The CPU reads rows where they are, in its attention.
     assert traced["transfer_ms"] == parts["transfer"] == 0
     assert traced["guessed_share"] < 0.05
+    lines = report.table(result).splitlines()
+    shown = next(line for line in lines[::-1] if line.startswith(f"| {name} |"))
+    assert f"{parts['attention']:.2f} | {parts['mlp']:.2f}" in shown
 
 
 @pytest.mark.bench
