@@ -60,10 +60,12 @@ def _check_size(schema: Any) -> None:
             parts += part
     # All may apply to one number. Of decimals, the last digits of all count.
     digits = max(-int(multiple.as_tuple().exponent) for multiple in multiples)
-    whole = (int(multiple.scaleb(digits)) for multiple in multiples[1:])
-    if math.lcm(*whole) > MOST_MULTIPLE:
-        problem = "the least common multiple of all multipleOf, in their last digit, is more than"
-        raise ValueError(f"{problem} {MOST_MULTIPLE}; use simpler ones")
+    common = 1
+    for multiple in multiples[1:]:
+        common = math.lcm(common, int(multiple.scaleb(digits)))
+        if common > MOST_MULTIPLE:  # before it becomes a number of millions of digits
+            problem = "the least common multiple of all multipleOf, in their last digit, exceeds"
+            raise ValueError(f"{problem} {MOST_MULTIPLE}; use simpler ones")
 
 
 def allowed_tokens(matchers: Mapping[int, LLMatcher], batch: int, vocabulary: int) -> np.ndarray:

@@ -34,8 +34,12 @@ class Guard:
     """ASGI middleware of these checks. The page, its files and /health need no key."""
 
     def __init__(self, app: Any, api_key: str | None, origins: tuple[str, ...]):
-        self._app, self._origins = app, origins
-        self._key = None if api_key is None else api_key.encode()
+        self._app, self._key = app, None if api_key is None else api_key.encode()
+        # Names of this machine; None for any.
+        names = {urlsplit(origin).hostname for origin in origins}
+        self._names = (
+            None if "*" in origins else names | {"localhost", socket.gethostname().lower()}
+        )
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -47,8 +51,8 @@ class Guard:
             return
         headers = dict(scope["headers"])
         if (name := self._foreign_host(scope, headers.get(b"host", b""))) is not None:
-            remedy = "use its address, or start the server with --allow-origin or --api-key"
-            message = f"this server may not be called {name}; {remedy}"
+            remedy = "use the server's address, or start it with --allow-origin or --api-key"
+            message = f"the host {name} is unknown; {remedy}"
             await refusal(403, message, headers=CLOSE)(scope, receive, send)
             return
         if not self._admits(scope, headers.get(b"authorization", b"")):
@@ -75,15 +79,15 @@ class Guard:
 
         A page whose name leads to this machine reads answers as its own (DNS rebinding).
         """
-        if self._key is not None or not _is_local(scope["server"]):
+        address = _address(scope["server"][0]) if scope["server"] else None
+        local = address is not None and address.is_loopback
+        if self._key is not None or self._names is None or not local:
             return None
         try:
             name = urlsplit(f"//{host.decode('latin-1')}").hostname or "localhost"
         except ValueError:
-            name = "that is malformed"
-        allowed = {"localhost", socket.gethostname().lower()}
-        allowed |= {*(urlsplit(origin).hostname for origin in self._origins)}
-        return None if name in allowed or "*" in self._origins or _is_address(name) else name
+            name = "?"  # malformed
+        return None if name in self._names or _address(name) else name
 
     def _limited(self, receive: Any) -> Any:
         """Return `receive` with limits on the size and the time of the whole body."""
@@ -108,13 +112,10 @@ class Guard:
         return limited
 
 
-def _is_address(name: str) -> bool:
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return an IP address, one of version 4 as such; None for other names."""
     try:
-        return bool(ipaddress.ip_address(name))
+        address = ipaddress.ip_address(name)
     except ValueError:
-        return False
-
-
-def _is_local(server: Any) -> bool:
-    """Return whether a connection, to an address and port, is from this machine."""
-    return bool(server) and _is_address(server[0]) and ipaddress.ip_address(server[0]).is_loopback
+        return None
+    return getattr(address, "ipv4_mapped", None) or address

@@ -176,6 +176,21 @@ def test_written_chunks_leave_everything_else(places):
     np.testing.assert_array_equal(on_device, expected[1])
 
 
+def test_rows_and_blocks_that_are_read():
+    cache, expected = filled()
+    slots = np.random.default_rng(1).integers(0, SHAPE[3], (2, 2, 9)).astype(np.int32)
+    slots[0, 0, :2], slots[1, 1, -2:] = 0, SHAPE[3] - 1
+    gather = jax.jit(functools.partial(gather_rows, mesh=MESH))
+    read = jax.jit(functools.partial(read_block, mesh=MESH, batch=2), static_argnames="size")
+    for layer, start, size in ((0, 0, 40), (1, 8, 8), (2, 39, 1)):
+        rows = gather(cache, jnp.int32(layer), jnp.asarray(slots))
+        block = read(cache, jnp.int32(layer), jnp.int32(start), size=size)
+        assert rows.sharding.memory_kind == block.sharding.memory_kind == "device"
+        reference = np.take_along_axis(expected[layer], slots[..., None], axis=2)
+        np.testing.assert_array_equal(rows, reference)
+        np.testing.assert_array_equal(block, expected[layer][:, :, start : start + size])
+
+
 def test_the_programs_hold_no_copy_of_a_layer():
     shape = (3, 2, 2, 4096, 16)
     cache = allocate_host(shape, jnp.float32, MESH)

@@ -7,11 +7,12 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 from typing import Any
 
 import pytest
-from tiny import only, python
+from tiny import only, python, started
 from transformers import AutoTokenizer
 
 import infinigen_jax as ig
@@ -278,6 +279,19 @@ def test_the_command_alone(shallow_folder):
     model = shallow_folder / "tiny-opt"
     done = python(*GENERATE, "--model", model, *SHORT[:2], "--max-new-tokens", "1", "--quiet")
     assert done.returncode == 0 and done.stderr == "" and len(done.stdout) > 1
+
+
+@pytest.mark.slow
+def test_interrupted_in_the_middle(tmp_path):
+    stats = tmp_path / "stats.json"
+    options = "--prompt The --ignore-eos --max-new-tokens 1000 --schedule layerwise".split()
+    arguments = (*GENERATE, "--model", embedded(), *options, "--stats-json", stats)
+    with started(*arguments) as process:
+        assert process.stdout is not None and process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=100)
+    assert process.returncode == 130 and b"Traceback" not in err
+    assert only(tmp_path) == []
 
 
 # Options that reach the engine: its settings, and the arguments of its start.

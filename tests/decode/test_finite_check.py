@@ -80,7 +80,7 @@ def test_rows_on_the_host(params):
     """The first step that fetches spoiled rows of the last layer is refused."""
     run = engine(params).start(PROMPTS, max_new_tokens=8)
     tokens, host = run.tokens(ignore_eos=True), run.cache.host
-    assert host is not None
+    assert host is not None and host.shape[0] == len(run.decoder.on_host) > 0
     rows = jax.device_put(host, jax.memory.Space.Device).at[-1, 1].set(jnp.nan)
     run.cache = run.cache._replace(host=jax.device_put(rows, host.sharding))
     with pytest.raises(NotFiniteError) as error:

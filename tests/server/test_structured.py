@@ -135,6 +135,7 @@ WRONG_SCHEMAS = [
     *({"type": "nonsense"}, {"not": {}}, {"$ref": "#/a"}, {"multipleOf": 99_991}),
     *({"allOf": both, "default": {"multipleOf": 0}} for both in FACTORS),
     {"multipleOf": True},
+    {"allOf": [{"multipleOf": 10**4000 + i} for i in range(900)]},
     {"$ref": "#/$defs/a0", "$defs": CHAIN | {"a4000": {}}},  # overflows llguidance's stack
 ]
 WRONG_FORMATS: list[dict[str, Any]] = [
