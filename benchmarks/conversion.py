@@ -2,8 +2,8 @@
 
     python -m benchmarks.conversion --model F --json benchmarks/results/conversion-cpu.json
 
-A separate process with an empty cache converts the model. The layer has random weights
-and a preceding layer. Processor seconds hardly depend on what else the machine does.
+A separate process with an empty cache converts the model. The layer has random weights and a
+preceding layer.
 """
 
 import argparse
@@ -18,10 +18,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.files import note, write_json
-from benchmarks.machine import describe
-from benchmarks.processes import usage_of
+from benchmarks.machine import describe, note, write_json
 from benchmarks.shapes import SHAPES, settings
+from benchmarks.startup import usage_of
 from infinigen_jax.checkpoint.manifest import DEFAULT_SOURCE
 from infinigen_jax.convert.calibrate import DEFAULT_TOKENS, CalibrationTokens, Calibrator
 from infinigen_jax.convert.pipeline import blas_threads

@@ -1,6 +1,6 @@
 """llama.cpp on the same GGUF file, through the server in the wheel `xllamacpp`.
 
-    python -m benchmarks.llama_cpp FILE NAME PROMPT FOLDER
+    python -m benchmarks.llama_cpp FILE NAME PROMPT
 
 loads a GGUF file as one of CACHES and draws the first token after a prompt, token ids in JSON, for
 `benchmarks.startup`.
@@ -15,10 +15,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from benchmarks.systems import StepTime  # imports JAX, which would count as llama.cpp's start
+from typing import Any
 
 # Name of a system -> type of its cache, and of its weights unless these are the file's.
 CACHES = {"llama.cpp": "F16", "llama.cpp-f16": "F16", "llama.cpp-f32": "F32"}
@@ -26,20 +23,12 @@ GGUF_COPIES = Path(tempfile.gettempdir())  # copies of files with other weights,
 
 
 class LlamaCpp:
-    """Generation in progress.
+    """Generation in progress with a GGUF file, as one of CACHES."""
 
-    Args:
-        path: GGUF file.
-        name: one of CACHES.
-        folder: folder for a copy of the file with other weights.
-    """
-
-    def __init__(
-        self, path: Path, name: str, prompts: list[list[int]], new_tokens: int, folder: Path
-    ):
+    def __init__(self, path: Path, name: str, prompts: list[list[int]], new_tokens: int):
         self.prompts, self.drawn = prompts, []
         context = len(prompts[0]) + new_tokens + 1
-        self.server = start_server(path, name, len(prompts), context, folder)
+        self.server = start_server(path, name, len(prompts), context)
         first = self._complete(1)
         self.prefill_seconds = max(each["prompt_ms"] for each in first) / 1e3
 
@@ -48,15 +37,11 @@ class LlamaCpp:
             self.round(tokens)
 
     def round(self, tokens: int) -> float:
-        from benchmarks.systems import MARGIN
-
-        timings = self._complete(tokens + MARGIN)
         # The prompt's last token yields the first one, which the predicted time excludes.
-        steps = tokens + MARGIN - 1
-        return max(each["predicted_ms"] for each in timings) / 1e3 * tokens / steps
+        return max(each["predicted_ms"] for each in self._complete(tokens + 1)) / 1e3
 
-    def step(self) -> "StepTime":
-        from benchmarks.systems import StepTime
+    def step(self) -> Any:
+        from benchmarks.systems import StepTime  # imports JAX, which would count as a start's time
 
         return StepTime(self.round(1))
 
@@ -79,31 +64,25 @@ class LlamaCpp:
             return list(pool.map(one, self.prompts))
 
 
-def start_server(path: Path, name: str, rows: int, context: int, folder: Path) -> Any:
-    """Return llama.cpp's server, which also listens on a loopback socket.
-
-    Args:
-        rows: number of sequences decoded together.
-        context: maximum number of tokens of each.
-    """
+def start_server(path: Path, name: str, rows: int, context: int, folder: Path = GGUF_COPIES) -> Any:
+    """Return llama.cpp's server, on a loopback socket, for `rows` sequences of `context` tokens."""
     import xllamacpp  # pyright: ignore[reportMissingImports]
 
     parameters = xllamacpp.CommonParams()
     parameters.model.path = str(converted(path, name, folder))
     parameters.n_ctx, parameters.n_parallel = rows * context, rows
-    parameters.warmup = False
+    parameters.warmup = parameters.ctx_shift = False
     parameters.verbosity = 0
-    parameters.ctx_shift = False
     cache = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{CACHES[name]}")
     parameters.cache_type_k = parameters.cache_type_v = cache
-    enabled = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
-    parameters.flash_attn_type = enabled
+    kind = xllamacpp.llama_flash_attn_type
+    parameters.flash_attn_type = kind.LLAMA_FLASH_ATTN_TYPE_ENABLED
     for threads in (parameters.cpuparams, parameters.cpuparams_batch):
         threads.n_threads = len(os.sched_getaffinity(0))
     return xllamacpp.Server(parameters)
 
 
-def converted(path: Path, name: str, folder: Path) -> Path:
+def converted(path: Path, name: str, folder: Path = GGUF_COPIES) -> Path:
     """Return the file that a system of CACHES loads: the given one, or a copy, made once."""
     if name == "llama.cpp":
         return path
@@ -137,5 +116,5 @@ def converted(path: Path, name: str, folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    gguf_file, kind, prompt, copies = sys.argv[1:]
-    LlamaCpp(Path(gguf_file), kind, [json.loads(Path(prompt).read_text())], 1, Path(copies))
+    gguf_file, kind, prompt_file = sys.argv[1:]
+    LlamaCpp(Path(gguf_file), kind, [json.loads(Path(prompt_file).read_text())], 1)

@@ -14,16 +14,15 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from benchmarks import machine, shapes
-from benchmarks.files import note, write_json
+from benchmarks.machine import note, write_json
 from benchmarks.measure import turns
-from benchmarks.plots import checked_plot, draw_speeds
+from benchmarks.plots import Panel, checked_plot, draw
 from benchmarks.systems import STREAMED
 from benchmarks.tables import entry_table
 from infinigen_jax.cli.options import read_policy
@@ -102,30 +101,20 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "contexts": [],
     }
     for number, context in enumerate(options.contexts):
-        for entry in _measure_context(model, context, options, end):
-            result["contexts"][number:] = [entry]
+        systems: dict[str, System] = {}  # frees those of the previous context
+        (prompt,) = shapes.prompts(model, context, 1, options.text)
+        for name in options.systems:
+            note(f"{context} tokens: {name}")
+            systems[name] = System(name, model, prompt, options)
+        for index in range(options.rounds):
+            if index and time.monotonic() >= end:
+                break
+            for name in turns(options.systems, index):
+                systems[name].turn(options.tokens)
+            result["contexts"][number:] = [{"context": context, "systems": _entries(systems)}]
             write_json(path, result)
     note(f"written to {path}")
     return result
-
-
-def _measure_context(
-    model: Model, context: int, options: argparse.Namespace, end: float
-) -> Iterator[dict[str, Any]]:
-    """Yield the result of one prompt length after every round."""
-    systems: dict[str, System] = {}
-    prompt = shapes.prompt(model.config, context)
-    if options.text:
-        prompt = shapes.text_tokens(model.tokenizer, options.text, context)
-    for name in options.systems:
-        note(f"{context} tokens: {name}")
-        systems[name] = System(name, model, prompt, options)
-    for number in range(options.rounds):
-        if number and time.monotonic() >= end:
-            break
-        for name in turns(options.systems, number):
-            systems[name].turn(options.tokens)
-        yield {"context": context, "systems": _entries(systems)}
 
 
 def _entries(systems: dict[str, System]) -> dict[str, Any]:
@@ -134,14 +123,12 @@ def _entries(systems: dict[str, System]) -> dict[str, Any]:
     for name, system in systems.items():
         stats, rate = system.run.stats(), statistics.median(system.rates)
         entries[name] = {
+            **{key: getattr(stats, key) for key, _ in COLUMNS.values() if hasattr(stats, key)},
             "tokens_per_second": rate,
             "all_tokens_per_second": system.rates,
             "policy": str(system.run.decoder.policy),
             "fetched_fraction": stats.fetched_fraction,
         }
-        for key in COLUMNS.values():
-            if hasattr(stats, key[0]):
-                entries[name][key[0]] = getattr(stats, key[0])
         if full is not None:
             same = common_length(system.drawn, full.drawn)
             shorter = min(len(system.drawn), len(full.drawn))
@@ -151,7 +138,6 @@ def _entries(systems: dict[str, System]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Format the result in Markdown."""
     lines = []
     for context in result["contexts"]:
         entries = [{"system": name} | entry for name, entry in context["systems"].items()]
@@ -175,7 +161,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=3, help="turns of each system (default 3)")
     add("--cap-seconds", type=float, default=math.inf, help="time after which no round starts")
     add("--json", type=Path, help="result file (default: benchmarks/results/lossless-DEVICE.json)")
-    add("--plot", type=Path, help="also draw tokens per second into this file")
+    add("--plot", metavar="FILE", help="also draw tokens per second into this file")
     return parser
 
 
@@ -184,11 +170,17 @@ def main(argv: list[str] | None = None) -> int:
     claim_memory()
 
     def run() -> None:
-        path = checked_plot(str(options.plot)) if options.plot else None
+        path = checked_plot(options.plot)
         result = measure(options)
         print(table(result))
         if path is not None:
-            draw_speeds(path, result["contexts"], result["model"])
+            found = [(each["context"], each["systems"]) for each in result["contexts"]]
+            lines = {
+                name: [(context, systems[name]["tokens_per_second"]) for context, systems in found]
+                for name in options.systems
+            }
+            panel = Panel("context, tokens", "tokens per second", lines)
+            draw(path, [panel], result["model"])
 
     return run_command(run)
 

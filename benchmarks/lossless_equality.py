@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks import machine, shapes
-from benchmarks.files import RESULTS, note, write_json
 from benchmarks.lossless import always_draft
+from benchmarks.machine import RESULTS, note, write_json
 from benchmarks.tables import entry_table
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.lossless import LosslessStats
-from infinigen_jax.engine.results import Generation
 from infinigen_jax.errors import InputError, Parser, run_command
 from infinigen_jax.evaluation.texts import common_length
 from infinigen_jax.loading.load import Model, load
@@ -76,16 +75,16 @@ def _compare(
     model: Model, prompts: list[list[int]], batch: int, options: argparse.Namespace
 ) -> dict[str, Any]:
     drafter = InfiniGen(budget=options.budget, window=options.window)
-    engines = (
-        Engine(model, policy=Full(window=options.window)),
-        Engine(model, policy=drafter, lossless=True, draft_tokens=options.draft_tokens),
-    )
+    exact = Engine(model, policy=Full(window=options.window))
+    engine = Engine(model, policy=drafter, lossless=True, draft_tokens=options.draft_tokens)
     given: dict[str, Any] = {"ignore_eos": True, "batch": batch, "max_new_tokens": options.tokens}
-    full = engines[0].generate(prompts, log_probs=2, **given)
-    lossless = engines[1].generate(prompts, **given)
+    full = exact.generate(prompts, log_probs=2, **given)
+    lossless = engine.generate(prompts, **given)
     assert isinstance(lossless.stats, LosslessStats)
     same = [common_length(*pair) for pair in zip(full.tokens, lossless.tokens, strict=True)]
-    distances = [_distance(full, i, n) for i, n in enumerate(same) if n < options.tokens]
+    # Of the two best logits where tokens first differ.
+    tops = [full.log_probs[i][n].top for i, n in enumerate(same) if n < options.tokens]
+    distances = [best - second for (_, best), (_, second) in tops]
     return {
         "equal_prompts": sum(n == options.tokens for n in same),
         "equal_tokens": sum(same),
@@ -95,12 +94,6 @@ def _compare(
         "acceptance_rate": lossless.stats.acceptance_rate,
         "tokens_per_verification": lossless.stats.tokens_per_verification,
     }
-
-
-def _distance(full: Generation, prompt: int, place: int) -> float:
-    """Return the distance of the two best logits at a token."""
-    (_, best), (_, second) = full.log_probs[prompt][place].top
-    return best - second
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,24 +1,25 @@
-"""Description of the measuring machine: hardware, versions, commit, and memory bandwidth."""
+"""The measuring machine: hardware, versions, commit and memory bandwidth; and files of results."""
 
 import datetime
+import json
 import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from benchmarks.files import RESULTS
 from infinigen_jax.evaluation.report import version_of
+from infinigen_jax.files.atomic import whole_file
 from infinigen_jax.planner import bandwidths
 
-ROOT = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers")
 
 
 def describe() -> dict[str, Any]:
-    """Return hardware, versions, date and git commit for a JSON file."""
     device = jax.devices()[0]
     return {
         "cpu": _cpu_model(),
@@ -41,22 +42,16 @@ def has_gpu() -> bool:
     return allowed and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def device_name() -> str:
-    """Return "gpu" or "cpu", for the name of a result file."""
-    return "gpu" if has_gpu() else "cpu"
-
-
-def memory_read_bandwidth(size: int | None = None) -> float:
+def memory_read_bandwidth() -> float:
     """Measure like `planner.bandwidths`; on the CPU also with PyTorch, and return the best rate."""
-    size = size or (1 << 29 if jax.default_backend() == "cpu" else 1 << 31)
-    fastest = bandwidths.memory_read_bandwidth(size)
+    fastest = bandwidths.memory_read_bandwidth()
     if jax.default_backend() != "cpu" or not version_of("torch"):
         return fastest
     import torch
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    tensor = torch.ones(size // 4)
-    return max(fastest, size / bandwidths.best_seconds(lambda: tensor.sum().item()))
+    tensor = torch.ones(1 << 27)
+    return max(fastest, tensor.nbytes / bandwidths.best_seconds(lambda: tensor.sum().item()))
 
 
 def _cpu_model() -> str:
@@ -67,16 +62,26 @@ def _cpu_model() -> str:
 
 def _commit() -> str | None:
     """Return the commit, with "+" if tracked files were changed since."""
+    command = "git describe --always --abbrev=40 --exclude=* --dirty=+".split()
     try:
-        git = ["git", "-C", str(ROOT)]
-        commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
-        changed = subprocess.run([*git, "diff", "--quiet", "HEAD"], check=False).returncode
+        return subprocess.check_output(command, cwd=RESULTS, text=True).strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return commit + ("+" if changed else "")
 
 
 def result_path(name: str, model: str | Path | None = None) -> Path:
     """Return the file of a result on this device; a given model's name is a part of it."""
-    parts = [name, *([] if model is None else [Path(model).name]), device_name()]
+    parts = [name, *([] if model is None else [Path(model).name]), "gpu" if has_gpu() else "cpu"]
     return RESULTS / f"{'-'.join(parts)}.json"
+
+
+def write_json(path: Path, result: dict[str, Any]) -> None:
+    """Write a result whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as file:
+        file.write((json.dumps(result, indent=1) + "\n").encode())
+
+
+def note(text: str) -> None:
+    """Print progress to stderr; stdout is for the result."""
+    print(text, file=sys.stderr, flush=True)

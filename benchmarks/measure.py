@@ -6,8 +6,11 @@ machine affects all alike. The timing has these parts, in this order:
     rounds     consecutive tokens, as in a generation: throughput
     steps      single tokens, with the device idle before each: spikes, and Python's overhead
     trace      a few consecutive tokens under the profiler: breakdown of the time
+
+Times have a lower bound, the bytes that a step moves divided by the bandwidths.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import functools
@@ -15,53 +18,115 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from benchmarks import shapes, trace
-from benchmarks.files import note
-from benchmarks.physics import Traffic, offloaded_traffic, resident_traffic, traffic_of
-from benchmarks.presets import LLAMA_CPP, is_ours
-from benchmarks.systems import FEWEST_STEPS, Ours, StepTime, System, new_tokens, settings
-from benchmarks.waves import Bench, absent_entry, needs_of, room_of, waves_of
+from benchmarks.machine import note
+from benchmarks.systems import FEWEST_STEPS, LLAMA_CPP, Ours, System, is_ours, new_tokens, settings
 from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.generation import Run
+from infinigen_jax.engine.memory_plan import MemoryPlan, plan_cache, shortage, step_bytes
+from infinigen_jax.engine.prompts import round_up_capacity
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.texts import common_length
+from infinigen_jax.loading.load import Model
+from infinigen_jax.machine.memory_limits import tree_bytes
+from infinigen_jax.planner.traffic import Traffic
 from infinigen_jax.programs.compilations import compilations
 
 EXACT = ("transformers", "transformers-static", "full-device", "full-streamed")  # equal tokens
 STEP_SECONDS = 10.0  # limit of a system's single steps
+ROOM = 0.8  # share of the free memory for a wave, whose systems are estimated without the prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """Values that are the same for every context."""
+
+    options: argparse.Namespace
+    model: Model
+    other: Any  # transformers' model with the same weights, if one of its systems is measured
+    bandwidths: tuple[float, float | None]  # bytes per second: memory, host to device
+    deadline: float  # on `time.monotonic`; no measurement starts after it
+
+    @property
+    def late(self) -> bool:
+        return time.monotonic() > self.deadline
 
 
 def measure_context(bench: Bench, context: int) -> Iterator[dict[str, Any]]:
     """Yield the result of one prompt length, for all systems so far, after every wave."""
     options = bench.options
-    result: dict[str, Any] = {"context": context, "waves": [], "systems": {}}
     needs, absent = needs_of(bench, context)
-    result["systems"] |= absent
-    tokens = prompts(bench, context)
+    result: dict[str, Any] = {"context": context, "waves": [], "systems": absent}
+    tokens = shapes.prompts(bench.model, context, options.batch, options.text)
     reference: list[int] = []
-    for names in waves_of(needs, room_of(bench)):
+    for names in waves_of(needs, functools.partial(fits, bench)):
         result["waves"].append(names)
         for entries in _measure_wave(bench, context, names, tokens, reference):
             result["systems"] |= entries
             yield result
-        _let_go()
+        gc.collect()  # frees the memory of finished systems
+        if jax.default_backend() == "gpu" and "torch" in sys.modules:
+            sys.modules["torch"].cuda.empty_cache()
     done = result["systems"]
     result["systems"] = {name: done[name] for name in options.systems if name in done}
     yield result
 
 
-def prompts(bench: Bench, context: int) -> list[list[int]]:
-    """Return the batch's prompts: consecutive parts of the text, or random tokens."""
+def fits(bench: Bench, plan: MemoryPlan) -> bool:
+    """Return whether systems fit together; JAX does not know what PyTorch has taken."""
+    if bench.other is not None and jax.default_backend() == "gpu":
+        if plan.device > ROOM * sys.modules["torch"].cuda.mem_get_info()[0]:
+            return False
+    return shortage(plan, jax.devices()[0], ROOM) is None
+
+
+def needs_of(bench: Bench, context: int) -> tuple[dict[str, MemoryPlan], dict[str, Any]]:
+    """Return the memory of each system that can run, and the reasons why others cannot."""
     options, model = bench.options, bench.model
-    if not options.model:
-        return [shapes.prompt(model.config, context, seed) for seed in range(options.batch)]
-    ids = shapes.text_tokens(model.tokenizer, options.text, context * options.batch)
-    return [ids[i : i + context] for i in range(0, len(ids), context)]
+    total = context + new_tokens(options) + 1
+    needs: dict[str, MemoryPlan] = {}
+    absent: dict[str, Any] = {}
+    for name in options.systems:
+        if name == "transformers-offloaded" and jax.default_backend() != "gpu":
+            reason = "transformers offloads to the host from CUDA only"
+            absent[name] = {"absent": "skipped", "reason": reason}
+        elif is_ours(name):
+            try:
+                engine = Engine(model, **settings(name, options, model, context))
+            except InputError as error:
+                absent[name] = {"absent": "refused", "reason": str(error)}
+                continue
+            sizes = options.batch, round_up_capacity(total)
+            plan = plan_cache(engine.decoder, *sizes)
+            work = step_bytes(engine.decoder, engine.weights.params, *sizes)
+            needs[name] = plan.at_work(work)
+        else:
+            rows = cache_bytes(model, options.batch, total)
+            layers = 2 * rows // model.config.num_layers  # two: one is copied to append a token
+            host = rows if name == "transformers-offloaded" else 0
+            work = 0 if name == "transformers-static" else layers
+            needs[name] = MemoryPlan(host, rows - host, 0, 0, 0, 0, workspace=work)
+    return needs, absent
+
+
+def waves_of(needs: Mapping[str, Any], fits: Callable[[Any], bool]) -> list[list[str]]:
+    """Group systems in their order, as many as fit together, at least one per wave."""
+    waves: list[list[str]] = []
+    total: Any = None
+    for name, need in needs.items():
+        if waves and fits(total + need):
+            waves[-1].append(name)
+            total += need
+        else:
+            waves.append([name])
+            total = need
+    return waves
 
 
 def _measure_wave(
@@ -85,11 +150,11 @@ def _measure_wave(
             if name in entries:  # it has been timed
                 entries[name]["error"] = reason
             else:
-                entries[name] = absent_entry(kind, reason)
+                entries[name] = {"absent": kind, "reason": reason}
 
     for name in names:
         if bench.late:
-            entries[name] = absent_entry("skipped", "no time was left")
+            entries[name] = {"absent": "skipped", "reason": "no time was left"}
             continue
         note(f"{context} tokens: {name} starts")
         with reported(name):
@@ -104,18 +169,19 @@ def _measure_wave(
                 seconds[name].append(systems[name].round(options.tokens))
     compiled = compilations() - compiled
     for name, system in systems.items():
-        entries[name] = _speed(bench, seconds[name]) | system.facts()
         # Weights of other systems, and llama.cpp's cache, may have other sizes.
-        if is_ours(name) or not (options.weight_dtype or name in LLAMA_CPP):
-            traffic = _traffic(bench, name, system, context)
-            entries[name] |= _against_floor(bench, traffic, statistics.median(seconds[name]))
+        known = is_ours(name) or not (options.weight_dtype or name in LLAMA_CPP)
+        generation = system.run if isinstance(system, Ours) else None
+        middle = context + new_tokens(options) // 2
+        traffic = traffic_of(name, bench.model, options.batch, middle, generation)
+        entries[name] = _speed(bench, seconds[name], traffic if known else None) | system.facts()
         entries[name]["compilations_after_warmup"] = compiled
     yield entries
     for name, system in list(systems.items()):
         note(f"{context} tokens: {name}, single steps")
         with reported(name):
-            singles = [] if bench.late else _single_steps(system, options.steps)
-            entries[name] |= _steps_entry(singles)
+            if not bench.late:
+                entries[name] |= _single_steps(system, options.steps)
             if isinstance(system, Ours) and options.trace_steps and not bench.late:
                 run = functools.partial(system.steps, options.trace_steps)
                 entries[name]["breakdown"] = trace.breakdown(run, options.trace_steps)
@@ -139,13 +205,6 @@ def turns(names: list[str], index: int) -> list[str]:
     return [names[i] for i in (reversed(order) if back else order)]
 
 
-def _let_go() -> None:
-    """Free the memory of finished systems."""
-    gc.collect()
-    if jax.default_backend() == "gpu" and "torch" in sys.modules:
-        sys.modules["torch"].cuda.empty_cache()
-
-
 def _start(bench: Bench, context: int, name: str, tokens: list[list[int]]) -> System:
     options, model = bench.options, bench.model
     room = new_tokens(options) + 1
@@ -153,37 +212,20 @@ def _start(bench: Bench, context: int, name: str, tokens: list[list[int]]) -> Sy
         engine = Engine(model, **settings(name, options, model, context))
         return Ours(engine.start(tokens, max_new_tokens=room))
     if name in LLAMA_CPP:
-        from benchmarks.llama_cpp import GGUF_COPIES, LlamaCpp
+        from benchmarks.llama_cpp import LlamaCpp
 
-        return LlamaCpp(options.gguf, name, tokens, room, GGUF_COPIES)
+        return LlamaCpp(options.gguf, name, tokens, room)
     from benchmarks.torch_systems import Transformers
 
     return Transformers(bench.other, name, tokens, room)
 
 
-def _single_steps(system: System, count: int) -> list[StepTime]:
-    start, times = time.monotonic(), []
-    while len(times) < count:
-        if time.monotonic() - start > STEP_SECONDS and len(times) >= FEWEST_STEPS:
-            break
+def _single_steps(system: System, count: int) -> dict[str, Any]:
+    """Measure single steps; return quantiles, and the median of Python's share."""
+    end, times = time.monotonic() + STEP_SECONDS, []
+    while len(times) < count and (len(times) < FEWEST_STEPS or time.monotonic() < end):
         times.append(system.step())
-    return times
-
-
-def _speed(bench: Bench, seconds: list[float]) -> dict[str, Any]:
-    options, middle = bench.options, statistics.median(seconds)
-    return {
-        "tokens_per_second": options.batch * options.tokens / middle,
-        "milliseconds_per_step": 1e3 * middle / options.tokens,
-        "round_seconds": seconds,
-    }
-
-
-def _steps_entry(times: list[StepTime]) -> dict[str, Any]:
-    """Return quantiles of single steps, and of Python's share of them."""
-    if not times:
-        return {}
-    milliseconds = np.array([1e3 * one.seconds for one in times])
+    milliseconds = 1e3 * np.array([one.seconds for one in times])
     flushes = [1e3 * one.seconds for one in times if one.flush]
     dispatches = [1e3 * one.dispatch for one in times if one.dispatch is not None]
     median = float(np.median(milliseconds))
@@ -203,20 +245,20 @@ def _steps_entry(times: list[StepTime]) -> dict[str, Any]:
     }
 
 
-def _traffic(bench: Bench, name: str, system: System, context: int) -> Traffic:
-    middle = context + new_tokens(bench.options) // 2
-    if isinstance(system, Ours):
-        return traffic_of(system.run, middle)
-    theirs = offloaded_traffic if name == "transformers-offloaded" else resident_traffic
-    return theirs(bench.model, bench.options.batch, middle)
-
-
-def _against_floor(bench: Bench, traffic: Traffic, round_seconds: float) -> dict[str, Any]:
-    """Return the least bytes and time of a step, and the share of the bandwidths achieved."""
-    memory, link = bench.bandwidths
-    step = round_seconds / bench.options.tokens
+def _speed(bench: Bench, seconds: list[float], traffic: Traffic | None) -> dict[str, Any]:
+    """Return the speed of rounds; if the traffic is known, also the least time and its share."""
+    options, (memory, link) = bench.options, bench.bandwidths
+    middle = statistics.median(seconds)
+    step = middle / options.tokens
+    entry = {
+        "tokens_per_second": options.batch * options.tokens / middle,
+        "milliseconds_per_step": 1e3 * step,
+        "round_seconds": seconds,
+    }
+    if traffic is None:
+        return entry
     floor = traffic.floor_ms(memory, link)
-    return {
+    return entry | {
         "bytes_per_step": dataclasses.asdict(traffic),
         "floor_milliseconds": floor,
         "time_over_floor": 1e3 * step / floor,
@@ -225,3 +267,36 @@ def _against_floor(bench: Bench, traffic: Traffic, round_seconds: float) -> dict
         "link_bytes_per_second": traffic.link / step,
         "link_share": traffic.link / step / link if link else None,
     }
+
+
+def traffic_of(
+    name: str, model: Model, batch: int, context: int, run: Run | None = None
+) -> Traffic:
+    """Return the bytes that a step moves at `context` tokens per sequence; ours are of a run."""
+    if run is None:
+        rows = cache_bytes(model, batch, context)
+        if name == "transformers-offloaded":  # the whole cache comes from the host
+            return Traffic(weight_bytes(model), 0, 0, attended=rows, link=rows)
+        return Traffic(weight_bytes(model), rows, 0, 0, 0)
+    plan, stats = run.plan, run.stats()
+    rows = plan.host_cache / run.capacity * context  # in their stored format
+    return Traffic(
+        weights=weight_bytes(run.runtime.model) + tree_bytes(run.runtime.weights.policy),
+        device_cache=plan.dense_cache * context // run.capacity,
+        index=plan.index * context // run.capacity,
+        attended=int(rows * stats.selected_fraction),
+        link=int(rows * stats.fetched_fraction) if run.decoder.host_layers else 0,
+    )
+
+
+def weight_bytes(model: Model) -> int:
+    """Return the bytes read per token: all weights, with one row of the embedding table."""
+    head = model.params["embedding"]["tokens" if model.config.tie_embeddings else "head"]
+    return tree_bytes((model.params["layers"], head))
+
+
+def cache_bytes(model: Model, batch: int, context: int) -> int:
+    """Return the bytes of keys and values of all layers, in the model's dtype."""
+    config = model.config
+    row = batch * config.num_kv_heads * 2 * config.head_dim * model.dtype.itemsize
+    return row * context * config.num_layers

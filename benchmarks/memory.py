@@ -19,8 +19,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.files import RESULTS, note, write_json
-from benchmarks.machine import describe, device_name
+from benchmarks.machine import describe, note, result_path, write_json
 from benchmarks.shapes import SHAPES, peaked_model, prompt
 from infinigen_jax.cli.options import add_engine_options, make_engine, make_policy
 from infinigen_jax.engine.engine import Engine
@@ -37,19 +36,14 @@ ENVIRONMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Generation: a shape of benchmarks.shapes, prompts, and the options of `generate`.
-
-    Attributes:
-        prompt: tokens per prompt; all prompts share the first `prefix` tokens.
-        batch: number of prompts, of which `at_once` are decoded concurrently (None: all).
-    """
+    """Generation: a shape of benchmarks.shapes, prompts, and the options of `generate`."""
 
     name: str
     shape: str
-    prompt: int
-    batch: int = 1
-    at_once: int | None = None
-    prefix: int = 0
+    prompt: int  # tokens of each
+    batch: int = 1  # number of prompts
+    at_once: int | None = None  # those that are decoded concurrently; None: all
+    prefix: int = 0  # tokens that all prompts begin with
     new_tokens: int = 32
     dtype: str = "float32"
     options: tuple[str, ...] = ()
@@ -93,12 +87,11 @@ def main() -> int:
         records.append(json.loads(subprocess.check_output(command).splitlines()[-1]))
         print(f"{case.name:32} {line(records[-1])}", flush=True)
         result = {"machine": describe(), "cases": records}
-        write_json(RESULTS / f"memory-{device_name()}.json", result)
+        write_json(result_path("memory"), result)
     return 0
 
 
 def line(record: dict[str, Any]) -> str:
-    """Format a record as a line of text."""
     planned, measured = record["planned"], record["measured"]
     return (
         f"planned {planned['total'] / 2**20:8.1f} MiB  measured {measured['total'] / 2**20:8.1f} "

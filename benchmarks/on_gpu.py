@@ -2,20 +2,22 @@
 
     python -m benchmarks.on_gpu --out DIR --minutes 9
 
-Each piece is a process with a share of the time. It writes its JSON file incrementally, so a piece
-that runs out of time keeps its measurements. DIR/summary.md holds all tables, DIR/log.txt the
-notes.
+Each piece is a process with a share of the time. One that runs out of time keeps its measurements.
+DIR/summary.md holds all tables, DIR/log.txt the notes.
 """
 
 import argparse
 import dataclasses
+import os
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
-from benchmarks.files import note
-from benchmarks.processes import run_within
+from benchmarks.machine import note
 from infinigen_jax.cuda import first_use
 
 GRACE = 20.0  # seconds that a piece may exceed its cap to finish a measurement
@@ -24,16 +26,11 @@ LEAST = 15.0  # with fewer seconds left, no piece starts
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Process of the session.
-
-    Attributes:
-        share: share of the time left when the piece starts; later pieces get unused time.
-        command: arguments of the module; --json and --cap-seconds are added.
-    """
+    """Process of the session."""
 
     name: str
-    share: float
-    command: Sequence[str]
+    share: float  # of the time left when it starts; later pieces get unused time
+    command: Sequence[str]  # of the module; --json and --cap-seconds are added
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -81,6 +78,33 @@ def main(argv: list[str] | None = None) -> int:
     done = run(chosen, options.out, 60 * options.minutes)
     print((options.out / "summary.md").read_text())
     return 0 if all(status == "done" for status in done.values()) else 1
+
+
+def run_within(
+    command: Iterable[str], limit: float, log: IO[str], environment: Mapping[str, str]
+) -> tuple[str, str]:
+    """Run `python -m command` with further variables; its stderr goes to `log`.
+
+    After `limit` seconds the process and its children are ended. Return "done", "out of time" or
+    the exit status, and its stdout.
+    """
+    whole = [sys.executable, "-m", *command]
+    log.write(f"\n$ {' '.join(whole)}\n")
+    log.flush()
+    process = subprocess.Popen(
+        whole,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        start_new_session=True,  # so that its children can be ended with it
+    )
+    try:
+        text, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return "out of time", process.communicate()[0]
+    return f"status {process.returncode}" if process.returncode else "done", text
 
 
 def run(pieces: list[Piece], out: Path, seconds: float) -> dict[str, str]:

@@ -9,8 +9,8 @@ each time it is drawn, so this is separate from the tables.
 import sys
 from pathlib import Path
 
-from benchmarks.files import RESULTS, note
-from benchmarks.plots import Panel, checked_plot, draw
+from benchmarks.machine import RESULTS, note
+from benchmarks.plots import Panel, Point, checked_plot, draw
 from benchmarks.quality_tables import BUDGETS, DOCS, MODELS, STEPS
 from benchmarks.tables import find, read
 from infinigen_jax.errors import Parser, run_command
@@ -22,14 +22,11 @@ def recall(path: Path) -> None:
     lines = [line for line in read(RESULTS, "real-model/recall-wiki-4096") if not line["reference"]]
     named = list(zip(labels(lines), lines, strict=True))
 
-    panels = [
-        Panel(
-            "layer",
-            title,
-            {name: [(x["layer"], x[key]) for x in of["layers"]] for name, of in named},
-        )
-        for key, title in (("of_oracle", "mass, share of the oracle's"), ("error", "output error"))
-    ]
+    def points(key: str) -> dict[str, list[Point]]:
+        return {name: [(x["layer"], x[key]) for x in line["layers"]] for name, line in named}
+
+    mass = Panel("layer", "mass, share of the oracle's", points("of_oracle"))
+    panels = [mass, Panel("layer", "output error", points("error"))]
     draw(path, panels, "Attention covered, SmolLM2-135M-Instruct, budget 5 %")
 
 
@@ -46,12 +43,10 @@ def step_points(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 def steps(path: Path) -> None:
     """Draw the divergence of each step from the paper's form to the default."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(9, 4), layout="constrained")
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axis = figure.subplots()
     for model, points in step_points(RESULTS).items():
         numbers, values = zip(*points, strict=True)
         axis.plot(values, numbers, marker="o", label=model)
@@ -62,19 +57,16 @@ def steps(path: Path) -> None:
     axis.grid(alpha=0.3)
     axis.legend()
     figure.savefig(path)
-    plt.close(figure)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog="python -m benchmarks.pictures", description="Draw the docs' pictures.")
-    parser.parse_args(argv)
+    Parser(prog="python -m benchmarks.pictures", description=__doc__).parse_args(argv)
 
     def draw_all() -> None:
         for name, picture in {"recall-real-model.svg": recall, "steps.svg": steps}.items():
-            path = checked_plot(str(DOCS / name))
-            assert path is not None
-            picture(path)
-            note(f"{path}")
+            if path := checked_plot(str(DOCS / name)):
+                picture(path)
+                note(str(path))
 
     return run_command(draw_all)
 

@@ -3,7 +3,7 @@
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.files.atomic import whole_file
@@ -37,14 +37,10 @@ class Panel(NamedTuple):
 
 def draw(path: Path, panels: Sequence[Panel], title: str) -> None:
     """Draw panels side by side into a file, written whole or not at all."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=(5.5 * len(panels), 4), squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=(5.5 * len(panels), 4), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)
     # A name has the same colour in all panels, and one legend lists all names.
     names = list(dict.fromkeys(n for panel in panels for n in panel.lines if panel.lines[n]))
     handles = {}
@@ -56,8 +52,7 @@ def draw(path: Path, panels: Sequence[Panel], title: str) -> None:
             style = {"color": f"C{index % 10}", "linestyle": STYLES[index // 10 % len(STYLES)]}
             style |= {"marker": "o", "markersize": 3}
             handles[name] = axis.plot(*zip(*points, strict=True), label=name, **style)[0]
-        axis.set_xlabel(panel.x)
-        axis.set_ylabel(panel.y)
+        axis.set(xlabel=panel.x, ylabel=panel.y)
         axis.grid(alpha=0.3)
     if handles:
         figure.legend([*handles.values()], [*handles], fontsize="small", loc="outside right upper")
@@ -67,16 +62,3 @@ def draw(path: Path, panels: Sequence[Panel], title: str) -> None:
             figure.savefig(file, format=path.suffix[1:], dpi=150)
     except OSError as error:
         raise ParameterError("plot", f"{error.strerror}; nothing was written", path) from None
-    finally:
-        plt.close(figure)
-
-
-def draw_speeds(path: Path, contexts: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Draw tokens per second over context, from the measured systems of each context."""
-    lines: dict[str, list[Point]] = {}
-    for context in contexts:
-        for name, entry in context["systems"].items():
-            if "absent" not in entry:
-                point = context["context"], entry["tokens_per_second"]
-                lines.setdefault(name, []).append(point)
-    draw(path, [Panel("context, tokens", "tokens per second", lines)], title)

@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import machine, shapes
-from benchmarks.files import note, write_json
-from benchmarks.llama_cpp import GGUF_COPIES, LlamaCpp
+from benchmarks.llama_cpp import LlamaCpp
+from benchmarks.machine import note, write_json
 from benchmarks.tables import entry_table
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement
@@ -37,7 +37,6 @@ from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill import compiled
 from infinigen_jax.prefill.prefill import chunk_for
 
-PEAK = ("temporaries", "resident", "dense")  # parts of the peak, without weights and index
 SYSTEMS = ("infinigen", "transformers", "llama.cpp-f32")
 SETTINGS = ("shape", "dtype", "rounds", "batch")
 
@@ -87,21 +86,19 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
     systems: dict[str, Callable[[list[list[int]]], float]] = {}
     systems["infinigen"] = lambda prompts: engine.start(prompts, max_new_tokens=1).clock.prefill
     if options.prompts and not options.alone:
-        from benchmarks.torch_systems import Transformers, logits_difference, torch_model
+        from benchmarks.torch_systems import Transformers, same_model
 
-        other = torch_model(model, config)
-        difference = logits_difference(model, other, shapes.prompt(model.config, 64))
-        result["logits_relative_difference"] = difference
+        other, result["logits_relative_difference"] = same_model(model, config)
         systems["transformers"] = lambda prompts: (
             Transformers(other, "transformers", prompts, 1).prefill_seconds
         )
     if options.gguf and not options.alone:
         systems["llama.cpp-f32"] = lambda prompts: (
-            LlamaCpp(options.gguf, "llama.cpp-f32", prompts, 1, GGUF_COPIES).prefill_seconds
+            LlamaCpp(options.gguf, "llama.cpp-f32", prompts, 1).prefill_seconds
         )
     write_json(path, result)
     for tokens in options.prompts:
-        prompts = [shapes.prompt(model.config, tokens, 1 + i) for i in range(options.batch)]
+        prompts = shapes.prompts(model, tokens, options.batch, None)
         engine.start(prompts, max_new_tokens=1)  # compiles
         rounds = []
         while len(rounds) < options.rounds and (not rounds or time.monotonic() < deadline):
@@ -173,9 +170,9 @@ def chunk_programs(engine: Engine, chunk: int, capacity: int, batch: int = 1) ->
     span, layers = Span(lengths, lengths), weights.params["layers"]
     first = decoder.on_host[0]
     lowered = [
-        compiled.host_layer.of(chunks).lower(
-            *(layers[first], x, cache.scales[0], cache.host, layer_number, span, lengths),
-            observed=False,
+        compiled.read_layer.of(chunks).lower(
+            *(layers[first], x, None, (cache.host, layer_number, cache.scales[0])),
+            *((), span, lengths),
         ),
         compiled.keep.of(decoder).lower(
             *(weights.policy[0], rows, span, cache.local[first], cache.states[0]),
@@ -185,8 +182,8 @@ def chunk_programs(engine: Engine, chunk: int, capacity: int, batch: int = 1) ->
     ]
     if first > 0:
         lowered += [
-            compiled.device_layer.of(chunks).lower(
-                layers[0], x, cache.local[0], span, lengths, window=None
+            compiled.read_layer.of(chunks).lower(
+                layers[0], x, cache.local[0], None, (), span, lengths
             ),
             compiled.keep_on_device.of(chunks).lower(cache.local[0], rows, span),
         ]
@@ -202,8 +199,8 @@ def cache_shapes(decoder: Decoder, batch: int, capacity: int) -> Cache:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
         )
 
-    sizes = {"batch": batch, "capacity": capacity, "slots": capacity}
-    cache = compiled.empty.of(decoder).trace(**sizes).out_info
+    empty = compiled.empty.of(decoder)
+    cache = empty.trace(batch=batch, capacity=capacity, slots=capacity).out_info
     lengths = shaped(cache.lengths, at.batch)
     shape = (decoder.host_layers, batch, decoder.config.num_kv_heads, capacity, stored.width)
     host = jax.ShapeDtypeStruct(shape, stored.storage, sharding=at.host)
@@ -211,12 +208,12 @@ def cache_shapes(decoder: Decoder, batch: int, capacity: int) -> Cache:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Format both parts in Markdown."""
     speeds = {"tokens": ("tokens", "{:,}")}
     speeds |= {f"{n}, tokens/s": (f"tokens_per_second.{n}", "{:.0f}") for n in SYSTEMS}
     speeds |= {f"{n} over infinigen": (f"over_infinigen.{n}", "{:.2f}") for n in SYSTEMS[1:]}
     memory = {"bytes at tokens": ("tokens", "{:,}")}
-    memory |= {part: (part, "{:.4g}") for part in ("weights", *PEAK, "index", "host_cache")}
+    parts = ("weights", "temporaries", "resident", "dense", "index", "host_cache")
+    memory |= {part: (part, "{:.4g}") for part in parts}
     tables = entry_table(speeds, result["times"]), entry_table(memory, result["memory"])
     return "\n\n".join([f"Attention: {result['attention']}", *tables])
 

@@ -18,15 +18,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.files import RESULTS, note
+from benchmarks.figures.__main__ import FIGURES
+from benchmarks.machine import RESULTS, note
 from benchmarks.quality_tables import FIGURE_MODELS, STEPS, write_tables
 from infinigen_jax.checkpoint.hf_folder import read_config
 from infinigen_jax.errors import InputError, Parser, run_command
 from infinigen_jax.loading.load import EMBEDDED, model_folder
 
-PERPLEXITY, RECALL = "infinigen_jax.evaluate perplexity", "infinigen_jax.evaluate recall"
+PERPLEXITY = "infinigen_jax.evaluate perplexity --text {text} --chunk {chunk}"
+RECALL = "infinigen_jax.evaluate recall --text {text} --chunk {chunk}"
+RETRIEVAL = "infinigen_jax.evaluate retrieval --items 10 --batch 50 --length 1024"
 BUDGETS = "--budget 0.05 0.1"
-FIGURES = ("kv-size", "chunks", "skewing", "sensitivity", "long-context", "pool")
 # Recent tokens with the memory of InfiniGen's index and tail, in addition to the usual 32, in rows
 # of bfloat16. The other policies keep per token 8 bytes of a page's bounds, 4 of a sum of attention
 # or 64 of a key, more than InfiniGen keeps, while a row has 128.
@@ -43,43 +45,30 @@ NEEDLES = (
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """Command, run for each model.
+    """Command, run for each model."""
 
-    Attributes:
-        program: module and sub-command.
-        arguments: all except those of model, text and result, separated by spaces.
-        models: models it applies to; None: all.
-        text: option that names the text; None: it reads none.
-        conversion: options of a conversion that the model goes through first.
-        asked_for: run only if named in --only, because it reads another text than the rest.
-    """
-
-    program: str
-    arguments: str
-    models: tuple[str, ...] | None = None
-    text: str | None = "--text"
-    conversion: str = ""
-    asked_for: bool = False
+    template: str  # arguments of `python -m`, with names in braces that `command` knows
+    models: tuple[str, ...] | None = None  # that it applies to; None: all
+    conversion: str = ""  # options of a conversion that the model goes through first
+    asked_for: bool = False  # run only if named in --only: it reads another text than the rest
 
     def command(self, folder: Path, text: Path | None, positions: int, result: Path) -> list[str]:
         """Return the command line without Python itself. Positions are reported in eighths."""
-        given = [*self.program.split(), "--model", str(folder)]
-        given += [self.text, str(text)] if self.text else []
-        given += ["--chunk", str(positions // 8)] if self.program in (PERPLEXITY, RECALL) else []
-        plot = ["--plot", str(result.with_suffix(".svg"))] if "figures" in self.program else []
-        return [*given, *self.arguments.split(), "--json", str(result), *plot]
+        known = {"model": folder, "text": text, "chunk": positions // 8, "result": result}
+        known["plot"] = result.with_suffix(".svg")
+        template = f"{self.template} --model {{model}} --json {{result}}"
+        return [part.format(**known) for part in template.split()]
 
 
 def _perplexity(arguments: str, conversion: str = "") -> Experiment:
-    given = f"--windows 24 --batch 12 {arguments}"
-    return Experiment(PERPLEXITY, given, conversion=conversion)
+    return Experiment(f"{PERPLEXITY} --windows 24 --batch 12 {arguments}", conversion=conversion)
 
 
-def _many_books(model: str, dense_layers: int, *policies: str, windows: int = 240) -> Experiment:
+def _many_books(model: str, dense_layers: int, policies: str, windows: int = 240) -> Experiment:
     """Use enough windows of many books to distinguish policies, with equal memory for each."""
     asked = f"--windows {windows} --batch 48 {BUDGETS} --dense-layers {dense_layers}"
-    asked += f" --policy full {' '.join(policies)} {OTHERS}"
-    return Experiment(PERPLEXITY, asked, models=(model,), asked_for=True)
+    asked += f" --policy full {policies} {OTHERS}"
+    return Experiment(f"{PERPLEXITY} {asked}", (model,), asked_for=True)
 
 
 def _settings(values: Mapping[str, Any]) -> str:
@@ -87,9 +76,8 @@ def _settings(values: Mapping[str, Any]) -> str:
     return ",".join(f"{name}={str(value).lower()}" for name, value in values.items())
 
 
-def _retrieval(text: str | None, arguments: str) -> Experiment:
-    asked = f"--items 10 --batch 50 --length 1024 {arguments}"
-    return Experiment("infinigen_jax.evaluate retrieval", asked, ("books-llama",), text)
+def _retrieval(arguments: str) -> Experiment:
+    return Experiment(f"{RETRIEVAL} {arguments}", ("books-llama",))
 
 
 EXPERIMENTS = {
@@ -112,7 +100,7 @@ EXPERIMENTS = {
         "--policy full infinigen"
     ),
     **{
-        f"perplexity-books-{model}": _many_books(model, dense_layers, "infinigen", CORRECTED)
+        f"perplexity-books-{model}": _many_books(model, dense_layers, f"infinigen {CORRECTED}")
         for model, dense_layers in DENSE_AHEAD.items()
     },
     "perplexity-none-dense-books-llama": _many_books("books-llama", 0, "infinigen", windows=48),
@@ -134,18 +122,17 @@ EXPERIMENTS = {
     "perplexity-input": _perplexity(
         f"{BUDGETS} --policy full {CORRECTED}", conversion="--speculate-from input"
     ),
-    "recall": Experiment(RECALL, f"--windows 16 --batch 16 {BUDGETS} --policy {POLICIES}"),
-    "retrieval": _retrieval(None, NEEDLES),
-    "retrieval-haystack": _retrieval("--haystack", NEEDLES),
-    "retrieval-dense": _retrieval(
-        None, f"--budget 0.05 --policy full infinigen {CORRECTED} window h2o"
-    ),
+    "recall": Experiment(f"{RECALL} --windows 16 --batch 16 {BUDGETS} --policy {POLICIES}"),
+    "retrieval": _retrieval(NEEDLES),
+    "retrieval-haystack": _retrieval(f"--haystack {{text}} {NEEDLES}"),
+    "retrieval-dense": _retrieval(f"--budget 0.05 --policy full infinigen {CORRECTED} window h2o"),
     "retrieval-ahead": _retrieval(
-        None, f"--dense-layers 0 --budget 0.02 0.05 0.1 --policy full {CORRECTED}"
+        f"--dense-layers 0 --budget 0.02 0.05 0.1 --policy full {CORRECTED}"
     ),
     **{
         f"figures/{name}": Experiment(
-            f"benchmarks.figures {name}", "--windows 12 --batch 12", FIGURE_MODELS
+            f"benchmarks.figures {name} --text {{text}} --plot {{plot}} --windows 12 --batch 12",
+            FIGURE_MODELS,
         )
         for name in FIGURES
     },
@@ -177,7 +164,7 @@ def measure(options: argparse.Namespace) -> None:
     for name in names:
         if name not in EXPERIMENTS:
             raise InputError(f"--only {name}: use {' or '.join(EXPERIMENTS)}")
-        if EXPERIMENTS[name].text and options.text is None:
+        if "{text}" in EXPERIMENTS[name].template and options.text is None:
             raise InputError("--text: give a text")
     for name in names:
         for model in options.models:

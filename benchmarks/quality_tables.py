@@ -2,11 +2,10 @@
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import real_tables
 from benchmarks.figures import sensitivity, skewing
 from benchmarks.tables import Spec, Titled, result_table
 
@@ -15,15 +14,62 @@ PLACE = re.compile(r"(<!-- table: (.+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 MODELS = ("books-llama", "tiny-llama", "tiny-opt")
 FIGURE_MODELS = ("books-llama", "tiny-opt")
 BUDGETS = (0.05, 0.1)
+
+
+def across(*axes: Titled, joint: str = ", ") -> Titled:
+    """Return every combination of entries: titles joined, settings merged."""
+    return [
+        (
+            joint.join(title for title, _ in each if title),
+            {name: value for _, spec in each for name, value in spec.items()},
+        )
+        for each in itertools.product(*axes)
+    ]
+
+
+def values(name: str, numbers: Sequence[Any], pattern: str = "{}") -> Titled:
+    """Return an entry for each value of a setting."""
+    return [(pattern.format(value), {name: value}) for value in numbers]
+
+
+def by_model(result: str, titled: Titled, models: Sequence[str] = MODELS) -> Titled:
+    """Return columns: `titled` for each model, whose name is in the title of its first column."""
+    return [
+        (title if i else f"{model} {title}".strip(), {"result": result, "model": model, **spec})
+        for model in models
+        for i, (title, spec) in enumerate(titled)
+    ]
+
+
+def by_figure(name: str, titled: Titled) -> Titled:
+    """Return columns of a figure: `titled` for each model."""
+    result = f"figures/{name}-{{model}}"
+    models = [(model, {"result": result, "model": model}) for model in FIGURE_MODELS]
+    return across(models, titled, joint=": ")
+
+
+def at_five_percent(result: str, *shows: str) -> Titled:
+    """Return columns: perplexity and further values of each model at the smaller budget."""
+    shown = [("", {}), *((show, {"show": show}) for show in shows)]
+    return by_model(result, [(title, {"budget": BUDGETS[0], **spec}) for title, spec in shown])
+
+
+def pools(shares: Sequence[int], orders: Sequence[str]) -> Titled:
+    return [(f"{n} % {order}", {"pool": f"{n}% {order}"}) for n in shares for order in orders]
+
+
 INFINIGEN = {"policy": "infinigen"}
 OWN, AHEAD = INFINIGEN | {"query": "own"}, INFINIGEN | {"query": "corrected"}
+OWN_4, AHEAD_4 = OWN | {"alpha": 4.0}, AHEAD | {"alpha": 4.0}
 OURS: Titled = [
-    ("**infinigen**, own query (CPU)", OWN | {"alpha": 4.0}),
-    ("**infinigen**, corrected query (GPU)", AHEAD | {"alpha": 4.0}),
+    ("**infinigen**, own query (CPU)", OWN_4),
+    ("**infinigen**, corrected query (GPU)", AHEAD_4),
 ]
-OTHERS: Titled = [(name, {"policy": name}) for name in ("quest", "h2o", "window", "previous-query")]
+OTHERS = values("policy", ("quest", "h2o", "window", "previous-query"))
 PAPER: Titled = [("infinigen-paper", {"policy": "infinigen-paper"})]
 ORACLE: Titled = [("oracle (study)", {"policy": "oracle"})]
+BOTH: Titled = [("5 %", {"budget": 0.05}), ("10 %", {"budget": 0.1})]
+DIVERGENCE: Titled = [("", {"show": "divergence"})]
 # Steps from the paper's form, a layer ahead with two dense layers, to the default: changes of each.
 _CHANGES: Mapping[str, Mapping[str, Any]] = {
     "the paper's": {
@@ -64,155 +110,179 @@ TAILS: Titled = [
     ("alpha 5", _TAIL | {"alpha": 5.0}),
     ("no alpha", _TAIL | {"alpha": "inf"}),
 ]
-COLUMNS = {"all columns": 1.0, "three quarters, the default": 0.75, "half": 0.5, "a quarter": 0.25}
+COLUMNS: Titled = [
+    ("all columns", INFINIGEN | {"partial_ratio": 1.0}),
+    ("three quarters, the default", INFINIGEN | {"partial_ratio": 0.75}),
+    ("half", INFINIGEN | {"partial_ratio": 0.5}),
+    ("a quarter", INFINIGEN | {"partial_ratio": 0.25}),
+]
 # Inputs of a corrected query, and the names of their results.
 SEEN: Titled = [
-    ("input", AHEAD | {"alpha": 4.0, "result": "perplexity-input-{model}"}),
-    ("**after resident rows**", AHEAD | {"alpha": 4.0, "result": "perplexity-{model}"}),
+    ("input", AHEAD_4 | {"result": "perplexity-input-{model}"}),
+    ("**after resident rows**", AHEAD_4 | {"result": "perplexity-{model}"}),
 ]
 DENSE: Titled = [
     (title, INFINIGEN | {"result": f"perplexity-dense-{layers}-{{model}}"})
     for layers, title in enumerate(("none", "one layer", "two layers"))
 ]
-LAYER_BUDGETS: Titled = [
-    (f"{title}, {kind}", query | {"layer_budgets": kind})
-    for title, query in (("own query", OWN), ("corrected query", AHEAD))
-    for kind in ("equal", "calibrated")
-]
-ROWS: Titled = [
-    (f"{title}, {kind} rows", {"policy": policy, "rows": kind})
-    for policy, title in (("infinigen", "infinigen"), ("full", "full cache"))
-    for kind in ("exact", "int8", "int4")
-]
-POOLS = [f"{share} {order}" for share in ("80%", "50%") for order in ("counter", "lru", "fifo")]
+ROWS = across(
+    [("infinigen", INFINIGEN), ("full cache", {"policy": "full"})],
+    values("rows", ("exact", "int8", "int4"), "{} rows"),
+)
 KV_SIZES: Titled = [
-    *((f"infinigen, budget {b}", INFINIGEN | {"budget": b}) for b in (0.02, 0.05, 0.1, 0.2, 0.4)),
-    *(
-        (f"{name}, budget {b}", {"policy": name, "budget": b})
-        for name in ("h2o", "window")
-        for b in (0.02, 0.1, 0.4)
-    ),
+    *across([("infinigen", INFINIGEN)], values("budget", (0.02, 0.05, 0.1, 0.2, 0.4), "budget {}")),
+    *across(values("policy", ("h2o", "window")), values("budget", (0.02, 0.1, 0.4), "budget {}")),
     *(
         (f"paper's settings, alpha {a:g}, budget {b}", {**PAPER[0][1], "alpha": a, "budget": b})
         for a, b in ((4.0, 0.2), (7.0, 0.6))
     ),
-    *((f"full cache, {r} rows", {"policy": "full", "rows": r}) for r in ("int8", "int4")),
+    *across([("full cache", {"policy": "full"})], values("rows", ("int8", "int4"), "{} rows")),
 ]
-FIGURE_POLICIES: Titled = [
-    *((name, {"policy": name}) for name in ("infinigen", "h2o", "window")),
-    ("paper's settings", PAPER[0][1]),
-]
-LIMITS, ORDERS = ("80%", "60%"), ("fifo", "lru", "counter")
-_UNLIMITED: Spec = {"show": "between", "against": {"pool": "all"}}
-
-
-def by_budget(result: str, models: tuple[str, ...] = MODELS, show: str = "above") -> Titled:
-    """Return columns: both budgets of each model."""
-    return [
-        (
-            f"{model} 5 %" if budget == BUDGETS[0] else "10 %",
-            {"result": result, "model": model, "budget": budget, "show": show},
-        )
-        for model in models
-        for budget in BUDGETS
-    ]
-
-
-def at_five_percent(result: str, *shows: str) -> Titled:
-    """Return columns: several values of each model at the smaller budget."""
-    return [
-        (
-            model if show == "above" else show,
-            {"result": result, "model": model, "budget": BUDGETS[0], "show": show},
-        )
-        for model in MODELS
-        for show in ("above", *shows)
-    ]
-
-
-def by_figure(name: str, titled: Titled) -> Titled:
-    """Return columns of a figure: each of `titled` for each model."""
-    return [
-        (f"{model}: {title}", {"result": f"figures/{name}-{{model}}", "model": model, **spec})
-        for model in FIGURE_MODELS
-        for title, spec in titled
-    ]
-
-
-def values(name: str, numbers: Any, pattern: str = "{:g}") -> Titled:
-    """Return rows: one for each value of a setting."""
-    return [(pattern.format(value), {name: value}) for value in numbers]
-
-
+_UNLIMITED: Spec = INFINIGEN | {"show": "between", "against": {"pool": "all"}}
 _SWEEP = {
     name: {"policy": name, "partial_ratio": r} for name, r in sensitivity.ALPHA_SWEEP_RATIO.items()
 }
-TABLES: Mapping[str, tuple[Titled, Titled, str]] = {
+
+# The real model.
+TEXTS: Titled = [
+    ("WikiText-2", {"text": "wiki"}),
+    ("book", {"text": "book"}),
+    ("Python", {"text": "python"}),
+]
+REAL_OURS: Titled = [
+    ("**InfiniGen**, own query (default on a CPU)", OWN_4),
+    ("**InfiniGen**, a layer ahead (default on a GPU)", AHEAD_4),
+]
+REAL_OTHERS: Titled = [
+    ("oracle: exact scores, no tail", {"policy": "oracle"}),
+    ("Quest", {"policy": "quest"}),
+    ("previous token's query", {"policy": "previous-query"}),
+    ("the paper's settings", {"policy": "infinigen-paper"}),
+    ("H2O", {"policy": "h2o"}),
+    ("window", {"policy": "window"}),
+]
+REAL = [*REAL_OURS, *REAL_OTHERS]
+# Tokens and budget, and the result that has them.
+SIZES: Titled = [
+    (f"{tokens:,} tokens, {budget:.0%}", {"budget": budget, "result": f"real-model/{result}"})
+    for tokens, budget, result in (
+        (2048, 0.05, "policies-{text}-2048"),
+        (4096, 0.02, "budgets-{text}-4096"),
+        (4096, 0.05, "policies-{text}-4096"),
+        (4096, 0.1, "budgets-{text}-4096"),
+        (8192, 0.05, "length-{text}-8192"),
+        (8192, 0.1, "length-{text}-8192"),
+    )
+]
+RULES: Titled = [
+    ("alpha 4 (default)", {"alpha": 4.0}),
+    ("alpha 5", {"alpha": 5.0}),
+    ("alpha 6", {"alpha": 6.0, "partial_ratio": 0.75, "tail_tokens": 64}),
+    ("no alpha", {"alpha": "inf"}),
+    ("alpha 6, index of all columns", {"partial_ratio": 1.0}),
+    ("alpha 6, tail blocks of 32 tokens", {"tail_tokens": 32}),
+]
+# Query, index columns that predict the tail's values, and the result that has them.
+TAIL_COLUMNS: Titled = [
+    (title, {**query, "tail_columns": columns, "tail_tokens": 64, "result": f"real-model/{result}"})
+    for title, query, columns, result in (
+        ("own query, none", OWN_4, 0, "no-columns-wiki-4096"),
+        ("own query, 4", OWN_4, 4, "columns-wiki-4096"),
+        ("own query, 8 (default)", OWN_4, 8, "columns-wiki-4096"),
+        ("own query, 16", OWN_4, 16, "columns-wiki-4096"),
+        ("a layer ahead, none", AHEAD_4, 0, "no-columns-wiki-4096"),
+        ("a layer ahead, 8 (default)", AHEAD_4, 8, "no-columns-wiki-4096"),
+    )
+]
+SHOWN = {
+    "above": "perplexity",
+    "index": "index, MiB",
+    "of oracle": "mass, % of the oracle's",
+    "error": "output error",
+}
+
+
+def shown(name: str, *shows: str, **spec: Any) -> Titled:
+    """Return columns: values of a result of the real model."""
+    given = {"result": f"real-model/{name}", **spec}
+    return [(SHOWN.get(show, show), {**given, "show": show}) for show in shows]
+
+
+def by_text(name: str, *shows: str, **spec: Any) -> Titled:
+    """Return columns: values for each text."""
+    return across(TEXTS, shown(name, *shows, **spec), joint=": ")
+
+
+def against_others(ours: str, size: int) -> Titled:
+    """Return rows of several results: InfiniGen's, the other policies', and those of baselines."""
+    rows = [(REAL_OURS[0][0], OWN_4 | {"result": f"real-model/{ours}-{{text}}-{size}"})]
+    for title, spec in REAL_OTHERS:
+        baseline = spec["policy"] in ("previous-query", "infinigen-paper")
+        result = "baselines" if baseline else "others"
+        rows.append((title, {**spec, "result": f"real-model/{result}-{{text}}-{size}"}))
+    return rows
+
+
+BASIC = ("above", "divergence", "fetched")
+TABLES: Mapping[str, Any] = {  # rows, columns and corner, arguments of `result_table`
     "perplexity": (
         [
-            *OURS,
-            *(*PAPER, *OTHERS, *ORACLE),
-            ("*fetched by infinigen, own query*", {**OURS[0][1], "show": "fetched"}),
+            *(*OURS, *PAPER, *OTHERS, *ORACLE),
+            ("*fetched by infinigen, own query*", OWN_4 | {"show": "fetched"}),
         ],
-        by_budget("perplexity-{model}"),
-        "",
+        by_model("perplexity-{model}", BOTH),
     ),
-    "books": ([*OURS, *OTHERS], by_budget("perplexity-books-{model}"), ""),
+    "books": ([*OURS, *OTHERS], by_model("perplexity-books-{model}", BOTH)),
     "books divergence": (
         [*OURS, *OTHERS],
-        by_budget("perplexity-books-{model}", show="divergence"),
-        "",
+        by_model("perplexity-books-{model}", across(BOTH, DIVERGENCE)),
     ),
-    "none dense": ([OURS[0], *OTHERS], by_budget("perplexity-none-dense-{model}", MODELS[:1]), ""),
-    "recall": ([*OURS, *PAPER, *OTHERS], by_budget("recall-{model}", show="of oracle"), ""),
+    "none dense": ([OURS[0], *OTHERS], by_model("perplexity-none-dense-{model}", BOTH, MODELS[:1])),
+    "recall": (
+        [*OURS, *PAPER, *OTHERS],
+        by_model("recall-{model}", across(BOTH, [("", {"show": "of oracle"})])),
+    ),
     "retrieval": (
         values("budget", (0.02, 0.05, 0.1), "{:.0%}"),
-        [
-            (title, {**spec, "result": "retrieval-books-llama", "show": "accuracy"})
-            for title, spec in [("infinigen", INFINIGEN), *OTHERS, *ORACLE]
-        ],
+        across(
+            [("infinigen", INFINIGEN), *OTHERS, *ORACLE],
+            [("", {"result": "retrieval-books-llama", "show": "accuracy"})],
+        ),
         "fetched",
     ),
     "pool": (
-        [(pool.replace("%", " %"), {"pool": pool}) for pool in POOLS],
-        [
-            (m, {"result": "perplexity-pool-{model}", "model": m, **INFINIGEN, **_UNLIMITED})
-            for m in MODELS
-        ],
+        pools((80, 50), ("counter", "lru", "fifo")),
+        by_model("perplexity-pool-{model}", [("", _UNLIMITED)]),
         "pool",
     ),
     "steps": (
         [(title, INFINIGEN | dict(step)) for title, step in STEPS.items()],
         at_five_percent("perplexity-steps-{model}", "divergence"),
-        "",
     ),
-    "parts": (PARTS, at_five_percent("perplexity-parts-{model}", "divergence", "fetched"), ""),
-    "tail": (TAILS, at_five_percent("perplexity-tail-{model}", "divergence", "fetched"), ""),
-    "columns": (
-        [(title, INFINIGEN | {"partial_ratio": ratio}) for title, ratio in COLUMNS.items()],
-        by_budget("perplexity-columns-{model}"),
-        "",
-    ),
-    "seen": (SEEN, at_five_percent("", "divergence"), ""),
-    "dense": (DENSE, at_five_percent("", "divergence"), ""),
+    "parts": (PARTS, at_five_percent("perplexity-parts-{model}", "divergence", "fetched")),
+    "tail": (TAILS, at_five_percent("perplexity-tail-{model}", "divergence", "fetched")),
+    "columns": (COLUMNS, by_model("perplexity-columns-{model}", BOTH)),
+    "seen": (SEEN, at_five_percent("", "divergence")),
+    "dense": (DENSE, at_five_percent("", "divergence")),
     "layer budgets": (
-        LAYER_BUDGETS,
+        across(
+            [("own query", OWN), ("corrected query", AHEAD)],
+            values("layer_budgets", ("equal", "calibrated")),
+        ),
         at_five_percent("perplexity-layer-budgets-{model}", "divergence", "fetched"),
-        "",
     ),
-    "rows": (ROWS, [(m, {"result": "perplexity-rows-{model}", "model": m}) for m in MODELS], ""),
+    "rows": (ROWS, by_model("perplexity-rows-{model}", [("", {})])),
     "kv-size": (
         KV_SIZES,
         by_figure("kv-size", [("KV size", {"show": "size"}), ("perplexity", {})]),
-        "",
     ),
     "skewing": (
-        values("partial_ratio", skewing.RATIOS),
+        values("partial_ratio", skewing.RATIOS, "{:g}"),
         by_figure("skewing", [(b, {**PAPER[0][1], "basis": b}) for b in skewing.BASES]),
         "columns",
     ),
     "alphas": (
-        values("alpha", sensitivity.ALPHAS),
+        values("alpha", sensitivity.ALPHAS, "{:g}"),
         by_figure(
             "sensitivity",
             [
@@ -225,22 +295,62 @@ TABLES: Mapping[str, tuple[Titled, Titled, str]] = {
     ),
     "long context": (
         values("length", (256, 512, 1024), "{:,}"),
-        by_figure("long-context", FIGURE_POLICIES),
+        by_figure(
+            "long-context",
+            [*values("policy", ("infinigen", "h2o", "window")), ("paper's settings", PAPER[0][1])],
+        ),
         "length",
     ),
     "limits": (
-        [(f"{s.replace('%', ' %')} {o}", {"pool": f"{s} {o}"}) for s in LIMITS for o in ORDERS],
-        by_figure("pool", [("infinigen", INFINIGEN | _UNLIMITED)]),
+        pools((80, 60), ("fifo", "lru", "counter")),
+        by_figure("pool", [("infinigen", _UNLIMITED)]),
         "limit",
     ),
-    **real_tables.TABLES,
+    "real policies": (
+        REAL,
+        [
+            *by_text("policies-{text}-4096", "above", "divergence"),
+            *shown("policies-wiki-4096", "fetched"),
+        ],
+    ),
+    "real sizes": (SIZES, by_text("", *BASIC, **OWN_4), "budget"),
+    "real others": (
+        against_others("budgets", 4096),
+        across(TEXTS, [("2 %", {"budget": 0.02}), BOTH[1]], DIVERGENCE),
+    ),
+    "real long": (
+        against_others("length", 8192),
+        by_text("", "above", "divergence", budget=0.05),
+    ),
+    "real gemma": (REAL, shown("policies-gemma-8192", *BASIC)),
+    "real lookups": (
+        [
+            ("full cache", {"policy": "full", "reference": True}),
+            *(row for row in REAL if row[0] != "previous token's query"),
+        ],
+        [
+            (f"{title}, {length:,}", {"result": f"real-model/{kind}-{length}", "show": "accuracy"})
+            for kind, title in {"needles": "in a text", "pairs": "among numbers"}.items()
+            for length in (1024, 2048, 4096, 7680)
+        ],
+    ),
+    "real mass": (REAL, shown("recall-wiki-4096", "of oracle", "error", "fetched")),
+    "real budgets": (
+        across(
+            [("own query", OWN_4), ("a layer ahead", AHEAD_4)],
+            values("layer_budgets", ("calibrated", "equal")),
+        ),
+        shown("settings-wiki-4096", *BASIC),
+        "layer budgets",
+    ),
+    "real rules": (RULES, shown("rules-wiki-4096", *BASIC, "index", policy="infinigen")),
+    "real columns": (TAIL_COLUMNS, shown("", *BASIC), "columns"),
 }
 
 
 def table(name: str, folder: Path) -> str:
     """Return one of TABLES, from the results in `folder`."""
-    rows, columns, corner = TABLES[name]
-    return result_table(folder, rows, columns, corner)
+    return result_table(folder, *TABLES[name])
 
 
 def with_tables(text: str, folder: Path) -> str:
@@ -249,7 +359,6 @@ def with_tables(text: str, folder: Path) -> str:
 
 
 def write_tables(folder: Path) -> None:
-    """Update the documentation's tables."""
     for path in sorted(DOCS.glob("*.md")):
         text = path.read_text()
         if (updated := with_tables(text, folder)) != text:

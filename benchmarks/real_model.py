@@ -17,7 +17,7 @@ import sys
 import tokenize
 from pathlib import Path
 
-from benchmarks.files import RESULTS, note
+from benchmarks.machine import RESULTS, note
 from benchmarks.quality import call
 from infinigen_jax.errors import InputError, Parser, run_command
 
@@ -46,78 +46,71 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     """Return the command of each measurement, without Python itself and the result file."""
     texts: dict[str, Path] = dict(zip(("wiki", "book"), options.texts, strict=False))
     texts["python"] = options.out / "python-source.txt"
-    first = str(options.texts[0])
-    chosen: dict[str, list[str]] = {}
-
-    def add(name: str, program: str, arguments: str, *files: str) -> None:
-        given = [*program.split(), "--model", options.model, *files]
-        chosen[name] = [*given, *arguments.split()]
+    chosen: dict[str, str] = {}  # with names of files in braces
 
     def score(
         name: str,
         length: int,
-        budgets: str,
-        policies: str,
+        asked: str,
         *of: str,
         windows: int = options.windows,
         scored: int = SCORED,
     ) -> None:
         for text in of or texts:
-            more = OTHERS if (name, length) == ("policies", 4096) else ""
-            size = f"--window {length} --windows {windows} --context {length - scored}"
-            add(
-                f"{name}-{text}-{length}",
-                "infinigen_jax.evaluate perplexity",
-                f"{size} --budget {budgets} --policy {policies} {more}",
-                *("--text", str(texts[text])),
+            chosen[f"{name}-{text}-{length}"] = (
+                f"infinigen_jax.evaluate perplexity --text {{{text}}} --window {length} "
+                f"--windows {windows} --context {length - scored} --budget {asked}"
             )
 
-    score("policies", 4096, "0.05", POLICIES)
-    score("policies", 2048, "0.05", POLICIES)
-    score("many", 4096, "0.05", "full infinigen", windows=MANY)
-    score("length", 8192, "0.05 0.1", "full infinigen")
-    score("budgets", 4096, "0.02 0.1", "full infinigen")
-    score("others", 4096, "0.02 0.1", "full oracle quest window h2o")
-    score("baselines", 4096, "0.02 0.1", "full infinigen-paper previous-query")
-    score("others", 8192, "0.05", "full oracle quest window h2o")
-    score("baselines", 8192, "0.05", "full infinigen-paper previous-query")
-    score("memory", 4096, "0.05 --dense-layers 4", "full window h2o", "wiki")
-    score("settings", 4096, "0.05", SETTINGS, "wiki", scored=FEWER)
-    score("rules", 4096, "0.05", RULES, "wiki")
-    score("columns", 4096, "0.05", COLUMNS, "wiki", scored=FEWER)
-    score("no-columns", 4096, "0.05", NO_COLUMNS, "wiki", scored=FEWER)
-    recall = f"--budget 0.05 --window 4096 --context 3840 --windows 2 --policy {RECALL}"
-    add("recall-wiki-4096", "infinigen_jax.evaluate recall", recall, "--text", first)
+    score("policies", 4096, f"0.05 --policy {POLICIES} {OTHERS}")
+    score("policies", 2048, f"0.05 --policy {POLICIES}")
+    score("many", 4096, "0.05 --policy full infinigen", windows=MANY)
+    score("length", 8192, "0.05 0.1 --policy full infinigen")
+    score("budgets", 4096, "0.02 0.1 --policy full infinigen")
+    score("others", 4096, "0.02 0.1 --policy full oracle quest window h2o")
+    score("baselines", 4096, "0.02 0.1 --policy full infinigen-paper previous-query")
+    score("others", 8192, "0.05 --policy full oracle quest window h2o")
+    score("baselines", 8192, "0.05 --policy full infinigen-paper previous-query")
+    score("memory", 4096, "0.05 --dense-layers 4 --policy full window h2o", "wiki")
+    score("settings", 4096, f"0.05 --policy {SETTINGS}", "wiki", scored=FEWER)
+    score("rules", 4096, f"0.05 --policy {RULES}", "wiki")
+    score("columns", 4096, f"0.05 --policy {COLUMNS}", "wiki", scored=FEWER)
+    score("no-columns", 4096, f"0.05 --policy {NO_COLUMNS}", "wiki", scored=FEWER)
+    chosen["recall-wiki-4096"] = (
+        "infinigen_jax.evaluate recall --text {wiki} --budget 0.05 --window 4096 --context 3840 "
+        f"--windows 2 --policy {RECALL}"
+    )
     for length, items in LOOKUPS.items():
-        policies = f"--budget 0.05 --policy {POLICIES} window h2o"
-        given = f"{policies} --length {length} --items {items}"
-        add(f"needles-{length}", "infinigen_jax.evaluate retrieval", given)
-        add(f"pairs-{length}", "infinigen_jax.evaluate retrieval", f"{given} --pairs")
-    windows = "--window 1280 --context 1024 --windows 16"
-    add("small-weights", "benchmarks.small_weights", windows, "--text", first)
-    speed = "--context 1024 --speed 1 4 8"
-    add("small-weights-speed", "benchmarks.small_weights", speed, "--text", first)
+        chosen[f"needles-{length}"] = (
+            f"infinigen_jax.evaluate retrieval --budget 0.05 --policy {POLICIES} window h2o "
+            f"--length {length} --items {items}"
+        )
+        chosen[f"pairs-{length}"] = f"{chosen[f'needles-{length}']} --pairs"
+    small = "benchmarks.small_weights --text {wiki} --context 1024"
+    chosen["small-weights"] = f"{small} --window 1280 --windows 16"
+    chosen["small-weights-speed"] = f"{small} --speed 1 4 8"
 
-    files = ("--gguf", str(options.gguf), "--text", first)
+    files = "--gguf {gguf} --text {wiki}"
+    decode = f"benchmarks.decode {files} --trace-steps 0 --contexts {CONTEXTS}"
     for batch in "1", "4", "8":
         peers = f"{SYSTEMS} transformers" if batch == "1" else SYSTEMS
-        for name, systems in {
-            batch: peers,
-            f"{batch}-int4": "infinigen full-device llama.cpp --weight-dtype int4",
-        }.items():
-            arguments = f"--trace-steps 0 --contexts {CONTEXTS} --batch {batch} --systems {systems}"
-            add(f"decode-batch-{name}", "benchmarks.decode", arguments, *files)
-        prompts = f"--prompts {CONTEXTS} --batch {batch} --memory"
-        add(f"prefill-batch-{batch}", "benchmarks.prefill", prompts, *files[: 2 * (batch == "1")])
-    for name, systems in {
-        "bfloat16": "infinigen llama.cpp-f16 --weight-dtype bfloat16",
-        "tail": "infinigen infinigen:tail=false",
-    }.items():
-        arguments = f"--trace-steps 0 --contexts {CONTEXTS} --systems {systems}"
-        add(f"decode-{name}", "benchmarks.decode", arguments, *files)
-    add("startup-peers", "benchmarks.startup", "--prompts 32 1024 4096", *files)
-    add("startup", "benchmarks.startup", "--prompts 7680", "--text", first)
-    return chosen
+        int4 = "infinigen full-device llama.cpp --weight-dtype int4"
+        chosen[f"decode-batch-{batch}"] = f"{decode} --batch {batch} --systems {peers}"
+        chosen[f"decode-batch-{batch}-int4"] = f"{decode} --batch {batch} --systems {int4}"
+        chosen[f"prefill-batch-{batch}"] = (
+            f"benchmarks.prefill --prompts {CONTEXTS} --batch {batch} --memory"
+        )
+    chosen["prefill-batch-1"] += " --gguf {gguf}"
+    bfloat16 = "infinigen llama.cpp-f16 --weight-dtype bfloat16"
+    chosen["decode-bfloat16"] = f"{decode} --systems {bfloat16}"
+    chosen["decode-tail"] = f"{decode} --systems infinigen infinigen:tail=false"
+    chosen["startup-peers"] = f"benchmarks.startup --prompts 32 1024 4096 {files}"
+    chosen["startup"] = "benchmarks.startup --prompts 7680 --text {wiki}"
+    known = {"model": options.model, "gguf": options.gguf, **texts}
+    return {
+        name: [part.format(**known) for part in f"{template} --model {{model}}".split()]
+        for name, template in chosen.items()
+    }
 
 
 def python_source(path: Path) -> None:

@@ -15,101 +15,273 @@ each system, measurement and length can run separately, in turns.
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
+import http.client
 import itertools
 import json
+import multiprocessing
+import os
+import socket
+import subprocess
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import uvicorn
 
-from benchmarks.files import note, write_json
-from benchmarks.machine import describe
-from benchmarks.servers import OURS, SYSTEMS, Served, running
-from benchmarks.shapes import SHAPES
+from benchmarks.machine import describe, note, write_json
+from benchmarks.shapes import SHAPES, peaked_model
+from benchmarks.systems import LLAMA_CPP
+from infinigen_jax.engine.engine import Engine
+from infinigen_jax.loading.load import Model, load
+from infinigen_jax.server.app import Service, create_app
+from infinigen_jax.server.guard import http_config
+from infinigen_jax.server.limits import Limits
+from infinigen_jax.server.scheduler import Scheduler
 from infinigen_jax.text.tokenizer import load_tokenizer
 
+OURS = ("infinigen", "infinigen-lossless")
+THEIRS = {"transformers": (), "transformers-batching": ("--continuous-batching",)}
 VOCABULARY = 1000  # limit of the random tokens of prompts
 WARM_UP = 512  # tokens of prompts before the measurement
 MEASUREMENTS = ("streams", "turns", "stall")
 
 
+def tokens_body(prompt: list[int], new: int) -> dict[str, Any]:
+    """Return the settings of a request to our server, or llama.cpp's."""
+    # With log-probabilities every token is reported, also without text.
+    return {"model": "m", "prompt": prompt, "ignore_eos": True, "logprobs": 1}
+
+
+def scored_tokens(event: dict[str, Any]) -> int:
+    """Return the number of tokens in an event of ours, or of llama.cpp."""
+    scores = [choice.get("logprobs") or {} for choice in event["choices"]]
+    return sum(len(each.get("tokens") or each.get("content") or ()) for each in scores)
+
+
 @dataclasses.dataclass
-class Prompts:
-    """Prompts cut from the tokens of a text, or random ones."""
+class Server:
+    """A running server, on a port of this machine."""
 
-    text: np.ndarray | None
+    port: int
+    body: Callable[[list[int], int], dict[str, Any]] = tokens_body  # of a request
+    count: Callable[[dict[str, Any]], int] = scored_tokens  # tokens of an event
+    facts: Callable[[], dict[str, Any]] = dict  # further results
+    chunk: int = 0  # tokens of a prompt that our server reads between two steps
 
-    def make(self, length: int, seed: int) -> list[int]:
-        """Return a different prompt for each seed."""
-        generator = np.random.default_rng(seed)
-        if self.text is None:
-            return generator.integers(3, VOCABULARY, length).tolist()
-        start = int(generator.integers(0, len(self.text) - length))
-        return self.text[start : start + length].tolist()
+    def get(self, path: str) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port)
+        connection.request("GET", path)
+        return connection.getresponse()
+
+    def stream(
+        self, prompt: list[int], new: int, begun: threading.Event | None = None
+    ) -> np.ndarray:
+        """Stream an answer of `new` tokens; return the time of each, in seconds since the start.
+
+        `begun` is set with the third token.
+        """
+        body = {"max_tokens": new, "stream": True, "temperature": 0} | self.body(prompt, new)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port)
+        started, times = time.perf_counter(), []
+        kind = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), kind)
+        response = connection.getresponse()
+        assert response.status == 200, response.read()
+        for line in response:
+            if line.startswith(b"data: {"):
+                times += [time.perf_counter() - started] * self.count(json.loads(line[6:]))
+                if begun is not None and len(times) >= 3:
+                    begun.set()
+        assert len(times) == new, (len(times), new)
+        return np.array(times)
 
 
-def throughput(system: Any, prompts: list[list[int]], new: int) -> dict[str, Any]:
+def running(options: argparse.Namespace, context: int) -> Any:
+    """Run the server that the options name, with sequences of `context` tokens."""
+    if options.system in THEIRS:
+        return transformers_server(Path(options.model), THEIRS[options.system])
+    if options.system in OURS:
+        return our_server(options, context)
+    return llama_server(options, context)
+
+
+@contextlib.contextmanager
+def llama_server(options: argparse.Namespace, context: int) -> Iterator[Server]:
+    """Run llama.cpp's server in this process."""
+    import xllamacpp  # pyright: ignore[reportMissingImports]
+
+    from benchmarks.llama_cpp import start_server
+
+    server = start_server(options.gguf, options.system, options.batch, context)
+    port = int(server.listening_address.rsplit(":")[-1])
+    yield Server(port, facts=lambda: {"build": xllamacpp.__version__})
+
+
+@contextlib.contextmanager
+def our_server(options: argparse.Namespace, context: int) -> Iterator[Server]:
+    """Run our server in a separate process, and wait until it is warm."""
+
+    def facts() -> dict[str, Any]:
+        lines = server.get("/metrics").read().decode().splitlines()
+        values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        names = ("compilations_after_warmup", "drafted_tokens_total", "accepted_tokens_total")
+        return {name: int(float(values[f"infinigen_{name}"])) for name in names}
+
+    spawning = multiprocessing.get_context("spawn")
+    ours, theirs = spawning.Pipe()
+    process = spawning.Process(target=serve, args=(options, context, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        port, chunk = ours.recv()
+        server = Server(port, facts=facts, chunk=chunk)
+        yield server
+    finally:
+        process.terminate()
+        process.join()
+
+
+def serve(options: argparse.Namespace, context: int, warm: Connection) -> None:
+    """Serve a model, and send the port and the length of a chunk once the server is warm."""
+    lossless = options.system == "infinigen-lossless"
+    engine = Engine(make_model(options), prefill_chunk=options.chunk, lossless=lossless)
+    limits = Limits(engine, options.batch, context, heat_maps=False)
+    scheduler = Scheduler(engine, limits)
+    listening, service = socket.create_server(("127.0.0.1", 0)), Service("m", 30)
+    server = uvicorn.Server(http_config(create_app(scheduler, service), 30))
+
+    def report() -> None:
+        while not scheduler.ready.wait(0.1):
+            assert scheduler.failure is None, scheduler.failure
+        warm.send((listening.getsockname()[1], limits.chunk))
+
+    threading.Thread(target=report, daemon=True).start()
+    server.run([listening])
+
+
+def make_model(options: argparse.Namespace) -> Model:
+    if options.model is not None:
+        return load(options.model, "float32")
+    model = peaked_model(SHAPES[options.shape], options.long + 512, "float32")
+    return dataclasses.replace(model, given_tokenizer=load("tiny-llama").tokenizer)
+
+
+@contextlib.contextmanager
+def transformers_server(path: Path, options: tuple[str, ...]) -> Iterator[Server]:
+    """Run `transformers serve` on a model's folder, in a separate process."""
+    tokenizer = load_tokenizer(path)
+
+    def body(prompt: list[int], new: int) -> dict[str, Any]:
+        text = tokenizer.decode(prompt)
+        assert len(tokenizer.encode(text)) == len(prompt)
+        settings = {"do_sample": False, "eos_token_id": None, "max_new_tokens": new}
+        return {"model": folder, "prompt": text, "generation_config": json.dumps(settings)}
+
+    def count(event: dict[str, Any]) -> int:
+        return int(event["choices"][0].get("finish_reason") is None)  # none in the last event
+
+    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as free:
+        server = Server(free.getsockname()[1], body, count)
+        for file in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+            (Path(folder) / file).symlink_to((path / file).resolve())
+        config = json.loads((path / "config.json").read_text())
+        config.setdefault("architectures", ["LlamaForCausalLM"])
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        free.close()
+        command = ["transformers", "serve", folder, "--device", "cpu", *options]
+        command += ["--dtype", "float32", "--host", "127.0.0.1", "--port", str(server.port)]
+        environment, silent = os.environ | {"HF_HUB_OFFLINE": "1"}, subprocess.DEVNULL
+        process = subprocess.Popen(command, env=environment, stdout=silent, stderr=silent)
+        try:
+            while process.poll() is None:
+                with contextlib.suppress(OSError):
+                    if server.get("/health").status == 200:
+                        break
+                time.sleep(0.2)
+            assert process.poll() is None, "transformers serve ended"
+            yield server
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def prompt_maker(options: argparse.Namespace) -> Callable[[int, int], list[int]]:
+    """Return a function that cuts a prompt of some length, a different one for each seed."""
+    text = np.random.default_rng(0).integers(3, VOCABULARY, 1_000_000).tolist()
+    if options.text is not None:
+        text = load_tokenizer(Path(options.model)).encode(options.text.read_text()[:1_000_000])
+
+    def cut(length: int, seed: int) -> list[int]:
+        start = int(np.random.default_rng(seed).integers(0, len(text) - length))
+        return text[start : start + length]
+
+    return cut
+
+
+def throughput(server: Server, prompts: list[list[int]], new: int) -> dict[str, Any]:
     """Measure the rate of concurrent streams.
 
     `tokens_per_second` counts from the last first token to the first last one, while all streams
     run; None if they never do.
     """
     begun = time.perf_counter()
-    results = system.together(prompts, new)
+    with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
+        times = np.stack(list(pool.map(lambda prompt: server.stream(prompt, new), prompts)))
     wall = time.perf_counter() - begun
-    start, end = max(r.first for r in results), min(r.tokens[-1] for r in results)
-    counted = sum(start < t <= end for r in results for t in r.tokens)
-    gaps = np.concatenate([r.gaps for r in results])
+    start, end = times[:, 0].max(), times[:, -1].min()
+    counted = int(((start < times) & (times <= end)).sum())
     return {
         "streams": len(prompts),
-        "tokens_per_second": counted / (end - start) if end > start else None,
+        "tokens_per_second": counted / float(end - start) if end > start else None,
         "tokens_per_second_with_prompts": len(prompts) * new / wall,
-        "first_token_seconds": percentiles([r.first for r in results]),
-        "token_seconds": percentiles(gaps),
+        "first_token_seconds": percentiles(times[:, 0]),
+        "token_seconds": percentiles(np.diff(times).ravel()),
     }
 
 
-def percentiles(values: Sequence[float] | np.ndarray) -> dict[str, float]:
-    """Return percentiles 50, 90 and 99, and the maximum."""
+def percentiles(values: np.ndarray) -> dict[str, float]:
     shares = {"p50": 50, "p90": 90, "p99": 99, "most": 100}
     return {name: float(np.percentile(values, share)) for name, share in shares.items()}
 
 
-def stall(server: Served, prompts: Prompts, length: int, long: int) -> dict[str, Any]:
+def stall(server: Server, make: Any, length: int, long: int) -> dict[str, Any]:
     """Measure the pauses of a running stream while a long prompt is read."""
     begun, chunk = threading.Event(), server.chunk
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         new = long // chunk + 40
-        running = pool.submit(server.stream, prompts.make(length, 1), new, begun)
+        stream = pool.submit(server.stream, make(length, 1), new, begun)
         begun.wait()
-        arriving = server.stream(prompts.make(long, 2), 2)
-        gaps = running.result().gaps
-    alone = server.stream(prompts.make(length, 3), 40).gaps
-    pauses = gaps[gaps > 3 * np.median(alone)]
+        arriving = server.stream(make(long, 2), 2)
+        gaps = np.diff(stream.result())
+    step = float(np.median(np.diff(server.stream(make(length, 3), 40))))
+    pauses, longest = gaps[gaps > 3 * step], float(gaps.max())
     chunk_seconds = float(np.median(pauses))
     return {
         "prompt_tokens": long,
         "chunk": chunk,
         "chunks": -(-long // chunk),
         "pauses": len(pauses),
-        "median_step_seconds": float(np.median(alone)),
-        "longest_pause_seconds": float(gaps.max()),
+        "median_step_seconds": step,
+        "longest_pause_seconds": longest,
         "median_chunk_seconds": chunk_seconds,
-        "longest_pause_over_median_step": float(gaps.max() / np.median(alone)),
-        "longest_pause_over_median_chunk": float(gaps.max()) / chunk_seconds,
-        "first_token_seconds_of_the_prompt": arriving.first,
+        "longest_pause_over_median_step": longest / step,
+        "longest_pause_over_median_chunk": longest / chunk_seconds,
+        "first_token_seconds_of_the_prompt": float(arriving[0]),
     }
 
 
-def turns(server: Served, prompts: Prompts, length: int) -> dict[str, Any]:
+def turns(server: Server, make: Any, length: int) -> dict[str, Any]:
     """Measure the first token of a first turn and of a second one: an answer and a message more."""
-    first = prompts.make(length, 4)
-    seconds = server.stream(first, 2).first
-    later = server.stream(first + prompts.make(96, 5), 2).first
+    first = make(length, 4)
+    seconds = float(server.stream(first, 2)[0])
+    later = float(server.stream(first + make(96, 5), 2)[0])
     return {
         "tokens": length,
         "first_turn_seconds": seconds,
@@ -118,25 +290,23 @@ def turns(server: Served, prompts: Prompts, length: int) -> dict[str, Any]:
     }
 
 
-def measure(system: Any, options: argparse.Namespace, prompts: Prompts) -> dict[str, Any]:
-    """Return the results of the chosen measurements."""
-
+def measure(server: Server, options: argparse.Namespace) -> dict[str, Any]:
+    make = prompt_maker(options)
     seeds = itertools.count(100)  # each prompt once: servers keep the rows of earlier ones
 
     def streams(count: int, new: int, length: int = options.length) -> dict[str, Any]:
-        made = [prompts.make(length, next(seeds)) for _ in range(count)]
-        return throughput(system, made, new)
+        return throughput(server, [make(length, next(seeds)) for _ in range(count)], new)
 
     result: dict[str, Any] = {}
     streams(options.batch, 8, min(options.length, WARM_UP))
     if "streams" in options.measure:
         counts = options.streams * options.rounds
         measured = [streams(count, options.new) for count in counts]
-        result[f"streams-{options.length}"] = {"rounds": measured, **system.facts()}
+        result[f"streams-{options.length}"] = {"rounds": measured, **server.facts()}
     if "turns" in options.measure:
-        result["turns"] = turns(system, prompts, options.turn)
+        result["turns"] = turns(server, make, options.turn)
     if "stall" in options.measure:
-        result["stall"] = stall(system, prompts, options.length, options.long)
+        result["stall"] = stall(server, make, options.length, options.long)
     return result
 
 
@@ -147,7 +317,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", help="folder of a model, instead of a random one")
     add("--gguf", type=Path, help="the same model, for llama.cpp")
     add("--text", type=Path, help="text that prompts are cut from (default: random tokens)")
-    add("--system", choices=SYSTEMS, default="infinigen")
+    add("--system", choices=(*OURS, *THEIRS, *LLAMA_CPP), default="infinigen")
     add("--measure", nargs="+", choices=MEASUREMENTS, default=MEASUREMENTS)
     add("--batch", type=int, default=8, help="answers that a server decodes together")
     add("--streams", type=int, nargs="+", default=[1, 8], help="streams at a time (default 1 8)")
@@ -166,16 +336,12 @@ def main() -> None:
     options = parser.parse_args()
     if "stall" in options.measure and options.system not in OURS:
         parser.error(f"--measure stall: of {' and '.join(OURS)} only; choose streams or turns")
-    text = None
-    if options.text is not None:
-        tokenizer = load_tokenizer(Path(options.model))
-        text = np.array(tokenizer.encode(options.text.read_text()[:1_000_000]))
     longest = {"streams": options.length, "turns": options.turn, "stall": options.long}
     context = max(longest[name] for name in options.measure) + 512
-    with running(options, context) as system:
+    with running(options, context) as server:
         note("warm")
         machine = describe()
-        found = measure(system, options, Prompts(text))
+        found = measure(server, options)
     note(json.dumps(found))
     if options.json is not None:
         results = json.loads(options.json.read_text()) if options.json.exists() else {}

@@ -5,8 +5,8 @@ every token, and consecutive tokens would select different rows. In trained mode
 queries and keys carry most of a score, and few tokens hold most of the weight. These tokens mostly
 stay the same from step to step, because a few outlier channels give all queries a common part.
 `peaked_model` plants only these properties; the text it writes and the accuracy of its speculation
-are meaningless. It has the corrected query of a default conversion, a projection
-applied to the state after resident attention, so a step costs the same as with a real model.
+are meaningless. Its query is corrected as by a default conversion, so a step costs the same as with
+a real model.
 """
 
 import argparse
@@ -62,7 +62,6 @@ def llama(hidden: int, layers: int, heads: int, kv: int, mlp: int, vocab: int) -
 
 
 def opt(hidden: int, layers: int, heads: int, mlp: int, vocab: int) -> dict[str, Any]:
-    """Return the `config.json` of an OPT model, without the number of positions."""
     return {
         "model_type": "opt",
         "hidden_size": hidden,
@@ -111,7 +110,11 @@ def peaked_model(shape: dict[str, Any], positions: int, dtype: str) -> Model:
     layers = [make_layer(key) for key in keys[1:]]
     params = {"embedding": make_embedding(keys[0]), "layers": layers}
     bases, losses, blocks = _calibrated(config, params)
-    projections = [_projection_ahead(config, layer) for layer in layers]
+    zeros = jnp.zeros(config.query_width, dtype)
+    projections = [
+        {"weight": np.asarray(q["weight"]), "bias": np.asarray(q.get("bias", zeros))}
+        for q in (layer["q"] for layer in layers)
+    ]
     model = Model.from_params(config, params, dtype, bases=bases, skew="svd")
     return dataclasses.replace(
         model,
@@ -132,16 +135,17 @@ def model_of(options: argparse.Namespace, positions: int) -> tuple[Model, dict[s
     return peaked_model(shape, positions, options.dtype), settings(shape, positions)
 
 
-def _projection_ahead(config: ModelConfig, layer: Params) -> Params:
-    """Return a layer's own query projection, with a bias."""
-    weight = np.asarray(layer["q"]["weight"])
-    bias = np.zeros(config.query_width, weight.dtype)
-    return {"weight": weight, "bias": np.asarray(layer["q"].get("bias", bias))}
-
-
 def prompt(config: ModelConfig, tokens: int, seed: int = 1) -> list[int]:
     """Return random token ids."""
     return np.random.default_rng(seed).integers(0, config.vocab_size, tokens).tolist()
+
+
+def prompts(model: Model, tokens: int, batch: int, text: Path | None) -> list[list[int]]:
+    """Return prompts of equal lengths: parts of the text, or random ones for a random model."""
+    if text is None or model.path is None:
+        return [prompt(model.config, tokens, 1 + i) for i in range(batch)]
+    ids = text_tokens(model.tokenizer, text, tokens * batch)
+    return [ids[i : i + tokens] for i in range(0, len(ids), tokens)]
 
 
 def text_tokens(tokenizer: Tokenizer, text: Path, count: int) -> list[int]:
@@ -154,7 +158,6 @@ def text_tokens(tokenizer: Tokenizer, text: Path, count: int) -> list[int]:
 
 
 def _parameters(config: ModelConfig, shapes: Params, key: jax.Array) -> Params:
-    """Return the parameters of one layer or of the embedding."""
     places, tree = jax.tree_util.tree_flatten_with_path(shapes)
     keys = jax.random.split(key, len(places))
     leaves = [_fill(config, path, leaf, keys[i]) for i, (path, leaf) in enumerate(places)]

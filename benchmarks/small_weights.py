@@ -16,16 +16,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.files import RESULTS, note, write_json
-from benchmarks.machine import describe
+from benchmarks.machine import RESULTS, describe, note, write_json
 from benchmarks.measure import turns
-from benchmarks.shapes import text_tokens
+from benchmarks.shapes import prompts
 from benchmarks.systems import MARGIN, Ours
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import Parser, run_command
-from infinigen_jax.evaluation.parts import Measurement
 from infinigen_jax.evaluation.perplexity import HEAD, LIKELIEST, Scoring, cells, lines_of
 from infinigen_jax.evaluation.report import provenance, table
+from infinigen_jax.evaluation.session import Measurement
 from infinigen_jax.evaluation.texts import Text, add_window_options, cut_windows
 from infinigen_jax.loading.load import Model, load
 from infinigen_jax.machine.memory_limits import tree_bytes
@@ -61,7 +60,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Measure all dtypes, print the table and write the result."""
     model = load(options.model, dtype="float32")
     windows, described = cut_windows(options, Text.read(options.text), model)
     settings = described["settings"]
@@ -106,14 +104,13 @@ def time_decoding(options: argparse.Namespace) -> None:
 
 def _speeds(options: argparse.Namespace, model: Model, batch: int) -> dict[str, Any]:
     """Return tokens per second of all sequences, medians; all dtypes take turns in each round."""
-    ids = text_tokens(model.tokenizer, Path(options.text), options.context * batch)
-    prompts = [ids[i : i + options.context] for i in range(0, len(ids), options.context)]
+    given = prompts(model, options.context, batch, Path(options.text))
     new = (1 + ROUNDS) * (TOKENS + MARGIN) + 1
     systems: dict[str, Ours] = {}
     for name, dtype in DTYPES.items():
         note(f"{batch} sequences: weights {name}")
         small = load(options.model, dtype="float32", weight_dtype=dtype) if dtype else model
-        systems[name] = Ours(Engine(small).start(prompts, max_new_tokens=new))
+        systems[name] = Ours(Engine(small).start(given, max_new_tokens=new))
         systems[name].warm_up(1, TOKENS)
     seconds: dict[str, list[float]] = {name: [] for name in systems}
     for index in range(ROUNDS):

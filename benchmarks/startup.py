@@ -3,57 +3,60 @@
     python -m benchmarks.startup --layers 30 60 --json benchmarks/results/startup-cpu.json
     python -m benchmarks.startup --model DIR --text F --prompts 32 7680 --gguf FILE
 
-The first one writes and converts a random model in LLaMA's shape (d 576, 9 query and 3 KV heads of
-64). The second one takes a converted model to its first token, and with its GGUF file llama.cpp as
-well, which has no cold start.
-Each run is a separate process, whose peak memory is measured, too: `cold` begins with an empty
-cache of programs, `warm` with the cache of an earlier run. Processor seconds hardly depend on what
-else the machine does.
+The first one converts a random model in LLaMA's shape (d 576, 9 query and 3 KV heads of 64). The
+second one takes a converted model to its first token, and with its GGUF file llama.cpp as well.
+Each run is a process, whose peak memory is measured: `cold` begins with an empty cache of programs,
+`warm` with that of an earlier run. Processor seconds hardly depend on the machine's other load.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-from safetensors.numpy import save_file
-
-from benchmarks.files import note, write_json
 from benchmarks.llama_cpp import CACHES, converted
-from benchmarks.machine import describe
-from benchmarks.processes import usage_of
+from benchmarks.machine import describe, note, write_json
 from benchmarks.shapes import llama, text_tokens
-from infinigen_jax.checkpoint.tensor_names import expected
 from infinigen_jax.convert.__main__ import main as convert
 from infinigen_jax.loading.load import embedded
-from infinigen_jax.models import blueprint, config_from_hf
 from infinigen_jax.text.tokenizer import load_tokenizer
 
+# Starts a process from a small one: the peak of a process begins at that of the one it came from.
+LAUNCHER = """
+import json, resource, subprocess, sys, time
+start = time.perf_counter()
+status = subprocess.call(sys.argv[2:])
+wall = time.perf_counter() - start
+usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+with open(sys.argv[1], "w") as file:
+    json.dump([wall, usage.ru_utime, usage.ru_stime, usage.ru_maxrss], file)
+sys.exit(status)
+"""
 
-def write_model(folder: Path, layers: int) -> None:
-    """Write a random checkpoint in Hugging Face's layout; weights are normal, 1/sqrt(fan in)."""
-    random = np.random.default_rng(0)
-    shape = llama(576, layers, 9, 3, 1536, 8192)
-    shape |= {"max_position_embeddings": 8192, "tie_word_embeddings": True}
-    shape |= {"bos_token_id": 1, "eos_token_id": 2}
 
-    def values(size: tuple[int, ...]) -> np.ndarray:
-        if len(size) == 1:  # of a norm
-            return np.ones(size, np.float32)
-        return (random.standard_normal(size) * size[1] ** -0.5).astype(np.float32)
+def usage_of(command: Iterable[str], cache: str | Path, **settings: Any) -> dict[str, float]:
+    """Run `python -m command`; return its wall seconds, processor seconds and peak bytes.
 
-    specs = expected(blueprint(config_from_hf(shape), "float32")).flat()
-    tensors = {spec.name: values(spec.shape) for spec in specs}
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(shape))
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((embedded("books-llama") / name).read_bytes())
+    `cache` is the user's cache folder of the process. Raise SystemExit if the command fails.
+    """
+    whole = [sys.executable, "-m", *command]
+    environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
+    with tempfile.NamedTemporaryFile() as result:
+        launched = [sys.executable, "-S", "-c", LAUNCHER, result.name, *whole]
+        if subprocess.call(launched, env=environment, **settings):
+            raise SystemExit(f"{' '.join(whole)}: failed")
+        wall, user, system, peak = json.load(result)
+    return {
+        "wall_seconds": wall,
+        "processor_seconds": user + system,
+        "peak_bytes": peak * 1024,
+    }
 
 
 def cold_and_warm(
@@ -61,15 +64,17 @@ def cold_and_warm(
 ) -> dict[str, float]:
     """Return medians of cold and warm `generate` processes: their seconds and peak bytes."""
     command = ["infinigen_jax.generate", "--model", str(model), "--ignore-eos", "--quiet"]
-    record, runs = {}, {"cold": [], "warm": []}
+    runs: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
     for i in range(repeats):
         for kind, results in runs.items():
             programs = folder / f"programs-{i}"
             results.append(usage_of([*command, *arguments], programs, stdout=subprocess.DEVNULL))
             note(f"{model.name}, {kind}: {results[-1]}")
-    for kind, results in runs.items():
-        record |= {f"{kind}_{name}": value for name, value in medians(results).items()}
-    return record
+    return {
+        f"{kind}_{name}": value
+        for kind, results in runs.items()
+        for name, value in medians(results).items()
+    }
 
 
 def medians(runs: list[dict[str, float]]) -> dict[str, float]:
@@ -77,9 +82,18 @@ def medians(runs: list[dict[str, float]]) -> dict[str, float]:
 
 
 def measure(folder: Path, layers: int, repeats: int) -> dict[str, float]:
-    """Measure four tokens of a random model."""
+    """Measure four tokens of a random model in Hugging Face's layout, after its conversion."""
+    import transformers
+
     source, model = folder / f"source-{layers}", folder / f"model-{layers}"
-    write_model(source, layers)
+    shape = llama(576, layers, 9, 3, 1536, 8192)
+    shape |= {"max_position_embeddings": 8192, "tie_word_embeddings": True}
+    shape |= {"bos_token_id": 1, "eos_token_id": 2, "initializer_range": 576**-0.5}
+    config = transformers.AutoConfig.for_model(**shape)
+    transformers.set_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(source)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (source / name).write_bytes((embedded("books-llama") / name).read_bytes())
     if convert([str(source), str(model)]):
         raise SystemExit("the conversion failed")
     given = ["--prompt", "Once upon a time", "--max-new-tokens", "4"]
@@ -97,10 +111,11 @@ def measure_given(folder: Path, chosen: argparse.Namespace, tokens: int) -> dict
         ids = folder / f"prompt-{tokens}.json"
         ids.write_text(json.dumps(tokenizer.encode(file.read_text())))
         for name in CACHES:
-            converted(chosen.gguf, name, folder)  # untimed
-            command = ["benchmarks.llama_cpp", str(chosen.gguf), name, str(ids), str(folder)]
-            silent = {"stderr": subprocess.DEVNULL}
-            runs = [usage_of(command, folder, **silent) for _ in range(chosen.repeats)]
+            converted(chosen.gguf, name)  # untimed
+            command = ["benchmarks.llama_cpp", str(chosen.gguf), name, str(ids)]
+            runs = [
+                usage_of(command, folder, stderr=subprocess.DEVNULL) for _ in range(chosen.repeats)
+            ]
             note(f"{name}: {runs}")
             record[name] = medians(runs)
     return record

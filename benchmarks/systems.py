@@ -1,4 +1,4 @@
-"""Systems of this package in the decode benchmark, each a generation in progress.
+"""Systems of the decode benchmark: their names, and those of this package.
 
 A system starts with prompts and then decodes further tokens, round by round. It measures its own
 time, because the extent of a round differs between systems. Contexts grow equally in all.
@@ -15,26 +15,36 @@ from infinigen_jax.engine.generation import Run
 from infinigen_jax.loading.load import Model
 from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper
 
+# Name -> description, in order of priority when time is short.
+SYSTEMS = {
+    "infinigen": "this package with default settings",
+    "full-device": "all rows on the device",
+    "infinigen-paper": "the paper's settings: layers 0 and 1 streamed, mean count, no hot set",
+    "full-streamed": "all rows on the host, transferred for every token, like FlexGen",
+    "transformers": "its default cache, on the device",
+    "transformers-static": "its static cache, on the device",
+    "transformers-offloaded": "its offloaded cache; needs CUDA",
+    "infinigen-int4": "infinigen with 4-bit rows on the host",
+    "infinigen-fixed": "infinigen with --budget-rows rows at any context",
+    "llama.cpp": "the GGUF file as it is, with an f16 cache",
+    "llama.cpp-f16": "the GGUF file with f16 weights and cache",
+    "llama.cpp-f32": "the GGUF file with f32 weights and cache",
+}
+THEIRS = ("transformers", "transformers-static", "transformers-offloaded")
+LLAMA_CPP = ("llama.cpp", "llama.cpp-f16", "llama.cpp-f32")
+
 MARGIN = 1  # untimed tokens of a round
 FEWEST_STEPS = 6  # single steps, however long they take
+# The full cache on the host. New rows are written there in blocks, as by InfiniGen, not one by one.
+STREAMED = Full(window=32)
 
 
 class StepTime(NamedTuple):
-    """Single step, with the device idle before and after it.
+    """Single step, with the device idle before and after it."""
 
-    Attributes:
-        seconds: time until the result is available.
-        dispatch: part of `seconds` until Python is free again; None if it cannot be measured.
-        flush: whether the step wrote the recent window to the host.
-    """
-
-    seconds: float
-    dispatch: float | None = None
-    flush: bool = False
-
-
-# The full cache on the host. New rows are written there in blocks, as by InfiniGen, not one by one.
-STREAMED = Full(window=32)
+    seconds: float  # until the result is available
+    dispatch: float | None = None  # until Python is free again; None if it cannot be measured
+    flush: bool = False  # whether the step wrote the recent window to the host
 
 
 class System(Protocol):
@@ -44,7 +54,8 @@ class System(Protocol):
 
     def warm_up(self, rounds: int, tokens: int) -> None:
         """Run untimed rounds: compile, and settle adaptive choices."""
-        ...
+        for _ in range(rounds):
+            self.round(tokens)
 
     def round(self, tokens: int) -> float:
         """Decode MARGIN + `tokens` tokens of every sequence; return the seconds of the latter."""
@@ -57,6 +68,10 @@ class System(Protocol):
     def facts(self) -> dict[str, Any]:
         """Return further entries for the result file."""
         ...
+
+
+def is_ours(name: str) -> bool:
+    return name not in THEIRS and name not in LLAMA_CPP
 
 
 def new_tokens(options: argparse.Namespace) -> int:
@@ -78,31 +93,26 @@ def settings(name: str, options: argparse.Namespace, model: Model, context: int)
     asked = {"alpha": options.alpha, "budget": min(budget, 1.0) if budget else None}
     given = {key: value for key, value in asked.items() if value is not None}
     given |= read_policy(name)[1] if ":" in name else {}
-    others = {"infinigen-int4": {"rows": "int4"}}
-    return {"policy": InfiniGen(**given)} | others.get(name, {})
+    rows = {"rows": "int4"} if name == "infinigen-int4" else {}
+    return {"policy": InfiniGen(**given)} | rows
 
 
-class Ours:
+class Ours(System):
     """Run of this package, decoded token by token like `Engine.generate`."""
 
     def __init__(self, run: Run):
         self.run = run
         self.drawn: list[int] = []
-        self._tokens = self.run.tokens(ignore_eos=True)
-        self._advanced = 0
-        self._dispatch = 0.0
-        self._advance = self.run.advance
-        self.run.advance = self._timed_advance  # type: ignore[method-assign]
+        self._tokens = run.tokens(ignore_eos=True)
+        self._advanced, self._dispatch = 0, 0.0
+        self._advance = run.advance
+        run.advance = self._timed_advance  # type: ignore[method-assign]
 
     def _timed_advance(self) -> None:
         start = time.perf_counter()
         self._advance()
         self._dispatch = time.perf_counter() - start
         self._advanced += 1
-
-    def warm_up(self, rounds: int, tokens: int) -> None:
-        for _ in range(rounds):
-            self.round(tokens)
 
     def round(self, tokens: int) -> float:
         # The engine dispatches one step ahead. Read the step that waited since the last round
@@ -136,13 +146,13 @@ class Ours:
 
     def facts(self) -> dict[str, Any]:
         stats, decoder = self.run.stats(), self.run.decoder
-        offloads, hot = bool(decoder.host_layers), bool(stats.hot_set_bytes)
+        offloads = bool(decoder.host_layers)
         return {
             "policy": str(decoder.policy),
             "transfer": stats.transfer,
             "selected_fraction": stats.selected_fraction if offloads else None,
             "fetched_fraction": stats.fetched_fraction if offloads else None,
-            "hot_set_hit_rate": stats.hot_set_hit_rate if hot else None,
+            "hot_set_hit_rate": stats.hot_set_hit_rate if stats.hot_set_bytes else None,
             "host_to_device_bytes_per_token": stats.host_to_device_bytes_per_token,
             "host_cache_bytes": stats.host_cache_bytes,
             "hot_set_bytes": stats.hot_set_bytes,

@@ -7,7 +7,7 @@ files of `infinigen_jax.evaluate`: row and column together determine a file, a l
 import functools
 import json
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,23 @@ Spec = Mapping[str, Any]
 Titled = Sequence[tuple[str, Spec]]
 # Spec keys that are not settings.
 KEYS = ("result", "model", "text", "policy", "show", "against")
+# Formats of cells, and factors of the values in them.
+CELLS = {
+    "above": "{perplexity_change_percent:+.2f} ({difference_standard_error:.2f})",
+    "divergence": "{divergence_nats:.2f} ({divergence_standard_error:.2f})",
+    "fetched": "{fetched_fraction:.1f} %",
+    "size": "{relative_kv_size:.1f} %",
+    "index": "{device_index_bytes:.1f}",
+    "of oracle": "{of_oracle:.1f}",
+    "error": "{error:.3f}",
+    "accuracy": "{accuracy:.0f}",
+}
+SCALES = {
+    **dict.fromkeys(("difference_standard_error", "fetched_fraction", "relative_kv_size"), 100),
+    **dict.fromkeys(("of_oracle", "accuracy"), 100),
+    **dict.fromkeys(("divergence_nats", "divergence_standard_error"), 1000),
+    "device_index_bytes": 2**-20,
+}
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -45,9 +62,9 @@ def result_table(folder: Path, rows: Titled, columns: Titled, corner: str = "") 
     Args:
         rows, columns: title -> lookup; entries of a row override those of a column. Among KEYS,
             `result` is a file name without suffix, in which "{model}" stands for `model`, and
-            likewise of `text`; `show` is one of CELLS. All other entries are settings
-            that the line must have, and `reference`, for the full cache that the others are
-            compared with.
+            likewise of `text`; `show` is one of CELLS, or "between", the change from the line with
+            the settings of `against`. All other entries are settings that the line must have, and
+            `reference`, for the full cache that the others are compared with.
     """
     cells = [[title, *(_cell(folder, {**c, **row}) for _, c in columns)] for title, row in rows]
     return markdown([corner, *(title for title, _ in columns)], cells)
@@ -59,8 +76,10 @@ def _cell(folder: Path, spec: Spec) -> str:
     line = find(lines, spec["policy"], settings)
     if line is None:
         return ""
-    other = find(lines, spec["policy"], settings | spec.get("against", {}))
-    return CELLS[spec.get("show", "above")](line, other)
+    if (show := spec.get("show", "above")) == "between":
+        return _between(line, find(lines, spec["policy"], settings | spec["against"]))
+    scaled = {k: scale * line[k] for k, scale in SCALES.items() if line.get(k) is not None}
+    return CELLS[show].format_map({**line, **scaled})
 
 
 @functools.cache
@@ -84,16 +103,6 @@ def find(lines: Sequence[Line], policy: str, settings: Mapping[str, Any]) -> Lin
     return matches[0] if matches else None
 
 
-def _above(line: Line, _: Any) -> str:
-    error = 100 * line["difference_standard_error"]
-    return f"{line['perplexity_change_percent']:+.2f} ({error:.2f})"
-
-
-def _divergence(line: Line, _: Any) -> str:
-    error = 1e3 * line["divergence_standard_error"]
-    return f"{1e3 * line['divergence_nats']:.2f} ({error:.2f})"
-
-
 def _between(line: Line, other: Line | None) -> str:
     """Format perplexity above another line's, with its standard error over pairs of windows."""
     if other is None or other is line:
@@ -102,20 +111,3 @@ def _between(line: Line, other: Line | None) -> str:
     pairs = zip(line["window_nats"], other["window_nats"], strict=True)
     error = 100 * statistics.stdev(a - b for a, b in pairs) / len(line["window_nats"]) ** 0.5
     return f"{change:+.2f} ({error:.2f})"
-
-
-def _percent(name: str, pattern: str = "{:.1f} %") -> Callable[[Line, Any], str]:
-    return lambda line, _: pattern.format(100 * line[name])
-
-
-CELLS: Mapping[str, Callable[[Line, Line | None], str]] = {
-    "above": _above,
-    "divergence": _divergence,
-    "between": _between,
-    "fetched": _percent("fetched_fraction"),
-    "size": _percent("relative_kv_size"),
-    "index": lambda line, _: f"{line['device_index_bytes'] / 2**20:.1f}",
-    "of oracle": _percent("of_oracle", "{:.1f}"),
-    "error": lambda line, _: f"{line['error']:.3f}",
-    "accuracy": _percent("accuracy", "{:.0f}"),
-}

@@ -12,33 +12,30 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
+import transformers
 
-from benchmarks.systems import MARGIN, StepTime
+from benchmarks import shapes
+from benchmarks.machine import note
+from benchmarks.systems import MARGIN, StepTime, System
 from infinigen_jax.checkpoint.tensor_names import TensorSpec, expected
 from infinigen_jax.loading.load import Model
 from infinigen_jax.models import Params, blueprint
 from infinigen_jax.models.forward import forward
-from infinigen_jax.models.packed import split
+from infinigen_jax.models.linear import split
 
 LOGITS_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}  # of the largest logit
+PROMPT = 64  # tokens of the prompt that compares the two models
 
 
-class Transformers:
-    """Generation in progress.
+class Transformers(System):
+    """Generation in progress with a result of `torch_model` and a cache of `systems.THEIRS`.
 
     On a CPU it takes the faster of all cores and a single thread, because with small matrices a
     second thread can cost more than it saves.
-
-    Args:
-        model: result of `torch_model`.
-        name: cache, one of `presets.THEIRS`.
-        prompts: token ids of equal lengths, read by the constructor.
     """
 
     def __init__(self, model: Any, name: str, prompts: list[list[int]], new_tokens: int):
-        import torch
-        import transformers
-
         self.model, self.threads = model, len(os.sched_getaffinity(0))
         self._choose_threads = model.device.type == "cpu"
         self.drawn: list[int] = []
@@ -68,7 +65,7 @@ class Transformers:
             self.threads = min(seconds, key=lambda threads: seconds[threads])
 
     def round(self, tokens: int) -> float:
-        self._use_threads()
+        torch.set_num_threads(self.threads)
         for _ in range(MARGIN):
             self._step()
         start = time.perf_counter()
@@ -77,7 +74,7 @@ class Transformers:
         return time.perf_counter() - start
 
     def step(self) -> StepTime:
-        self._use_threads()
+        torch.set_num_threads(self.threads)
         start = time.perf_counter()
         self._step()
         return StepTime(time.perf_counter() - start)
@@ -85,14 +82,7 @@ class Transformers:
     def facts(self) -> dict[str, Any]:
         return {"threads": self.threads, "prefill_seconds": self.prefill_seconds}
 
-    def _use_threads(self) -> None:
-        import torch
-
-        torch.set_num_threads(self.threads)
-
     def _step(self) -> None:
-        import torch
-
         with torch.inference_mode():
             output = self.model(input_ids=self.next, **with_cache(self.model, self.cache))
             self.drawn.append(int(self.next[0, 0]))
@@ -108,8 +98,6 @@ def with_cache(model: Any, cache: Any) -> dict[str, Any]:
 
 def _static(model: Any, cache: Any, capacity: int) -> Any:
     """Return a static cache filled from a dynamic one, whose layers are freed one by one."""
-    import transformers
-
     static = transformers.StaticCache(model.config, capacity)
     for i, layer in enumerate(cache.layers):
         static.update(layer.keys, layer.values, i)
@@ -119,9 +107,6 @@ def _static(model: Any, cache: Any, capacity: int) -> Any:
 
 def torch_model(model: Model, settings: dict[str, Any]) -> Any:
     """Return transformers' model of `config.json` settings, with the same weights and device."""
-    import torch
-    import transformers
-
     settings = dict(settings)
     config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
     config._attn_implementation = "sdpa"
@@ -144,24 +129,23 @@ def torch_model(model: Model, settings: dict[str, Any]) -> Any:
 
 def _tensor(spec: TensorSpec, params: Params) -> Any:
     """Return a view of one of our arrays as the tensor of the file."""
-    import torch
-
-    rule = spec.rule
-    whole = torch.from_dlpack(params[rule.path[0]][rule.path[1]])
-    part = torch.chunk(whole, rule.parts)[rule.part]
-    return part - 1 if rule.gain else part
+    module, name = spec.path
+    part = torch.chunk(torch.from_dlpack(params[module][name]), spec.parts)[spec.part]
+    return part - 1 if spec.gain else part
 
 
-def logits_difference(model: Model, other: Any, prompt: list[int]) -> float:
-    """Return the largest difference of the models' logits, relative to the largest logit."""
-    import torch
-
+def same_model(model: Model, settings: dict[str, Any]) -> tuple[Any, float]:
+    """Return `torch_model`, and the largest difference of its logits, over the largest logit."""
+    other, prompt = torch_model(model, settings), shapes.prompt(model.config, PROMPT)
     tokens = jnp.array([prompt], jnp.int32)
     architecture = blueprint(model.config, model.dtype)
     with jax.default_matmul_precision("highest"):
         logits = jax.jit(lambda params: forward(architecture, params, tokens))(model.params)
         mine = np.asarray(logits)
     with torch.inference_mode():
-        ids = torch.tensor([prompt], device=other.device)
-        theirs = other(ids).logits.float().cpu().numpy()
-    return float(np.abs(mine - theirs).max() / np.abs(theirs).max())
+        theirs = other(torch.tensor([prompt], device=other.device)).logits.float().cpu().numpy()
+    difference = float(np.abs(mine - theirs).max() / np.abs(theirs).max())
+    note(f"logits differ from transformers' by {difference:.1e} of the largest")
+    if not difference <= LOGITS_TOLERANCE[str(model.dtype)]:
+        note("that is more than rounding explains: THE MODELS ARE NOT THE SAME")
+    return other, difference

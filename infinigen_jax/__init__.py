@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from infinigen_jax.engine.conversation import Conversation
     from infinigen_jax.engine.engine import Engine
     from infinigen_jax.engine.generation import Run
-    from infinigen_jax.engine.results import Choice, Generation, Step
+    from infinigen_jax.engine.results import Choice, Generation, Stats, Step
     from infinigen_jax.engine.settings import EngineSettings
-    from infinigen_jax.engine.stats import Stats
     from infinigen_jax.errors import InputError, UnsupportedModelError
     from infinigen_jax.loading.load import Basis, Model, embedded, load
     from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper
@@ -30,14 +29,13 @@ _HOMES = {
     "loading.load": ("Basis", "Model", "embedded", "load"),
     "engine.conversation": ("Conversation",),
     "engine.engine": ("Engine",),
-    "engine.results": ("Choice", "Generation", "Step"),
+    "engine.results": ("Choice", "Generation", "Stats", "Step"),
     "engine.settings": ("EngineSettings",),
     "errors": ("InputError", "UnsupportedModelError"),
     "engine.generation": ("Run",),
     "policies": ("Full", "InfiniGen", "InfiniGenPaper"),
     "settings.pool": ("Pool",),
     "settings.sampling": ("Sampling",),
-    "engine.stats": ("Stats",),
 }
 
 __all__ = [

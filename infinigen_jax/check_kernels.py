@@ -2,17 +2,17 @@
 
     python -m infinigen_jax.check_kernels
 
-It prints a line for each kernel. The exit status is 0 if all agree, 1 if one does not, and 2 if
-they cannot be checked on this machine. Success is remembered (`cuda.first_use`). The reference is
-XLA on the CPU, which orders equal entries as the kernels do; for gathers it is NumPy.
+It prints a line for each kernel. The exit status is 0 if all agree, which is remembered
+(`cuda.first_use`), 1 if one does not, and 2 if they cannot be checked on this machine. The
+reference is XLA on the CPU, which orders equal entries as the kernels do; for gathers it is NumPy.
 """
 
-import functools
 import itertools
 import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,10 +24,10 @@ from infinigen_jax import cuda
 from infinigen_jax.cache.host_array import allocate_host, default_mesh, write_span
 from infinigen_jax.cache.hot_set import HotSet, Replacement, replacement
 from infinigen_jax.cache.layers import Slots
-from infinigen_jax.cuda import calls, first_use, scoring
+from infinigen_jax.cuda import calls, first_use
 from infinigen_jax.errors import InputError, Parser, run_command
 from infinigen_jax.machine.backend import start_backend
-from infinigen_jax.ops.attention import Softmax, packed, softmax_over
+from infinigen_jax.ops.attention import packed, softmax_over
 from infinigen_jax.ops.span import Span
 from infinigen_jax.selection.select import (
     Request,
@@ -62,7 +62,7 @@ def random_host(
     return stored, cache
 
 
-@functools.partial(jax.jit, donate_argnums=0)
+@partial(jax.jit, donate_argnums=0)
 def _write(cache: Array, layer: Array, rows: Array) -> Array:
     whole = Span.whole(rows.shape[0], rows.shape[2])
     return write_span(cache, layer, rows, whole, default_mesh())
@@ -91,7 +91,7 @@ def on_cpu(function: Callable[..., Any], *arguments: Any, **constants: Any) -> A
         return jax.tree.map(np.asarray, compiled(*jax.device_put(arguments, device), **constants))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=0)
 def move(transfer: CudaTransfer, host: Array, fetch: Fetch) -> list[Array]:
     """Return the rows of a fetch, padded with zeros, and the hot rows."""
     layer, request, hot, where = fetch
@@ -170,10 +170,12 @@ def selected(
     scores = jnp.asarray(draw(np.random.default_rng(seed), (b, k, g, t)), jnp.float32)
     share = budget_fraction(budget)
     size = max(1, t * share.numerator // share.denominator)
-    options = {"budget": budget, "size": size, "alpha": alpha, "geometry": geometry}
-    by_kernel = jax.jit(_selected_by_kernel, static_argnames=tuple(options))
-    slots, count = map(np.asarray, by_kernel(scores, positions_of(b, t), **options))
-    expected, rank = on_cpu(_selected_by_xla, scores, positions_of(b, t), **options)
+    positions = positions_of(b, t)
+    operands = scores, positions, budget_rows(budget, positions)
+    by_kernel = jax.jit(calls.select_rows, static_argnums=(3, 4, 5, 6))
+    slots, count = map(np.asarray, by_kernel(*operands, size, alpha, *geometry[:2]))
+    options = {"size": size, "alpha": alpha, "geometry": geometry}
+    expected, rank = on_cpu(_selected_by_xla, *operands, **options)
     yield count, expected.count, 0
     valid = np.arange(size) < count[..., None]
     ascending = (np.diff(slots, axis=-1, prepend=-1) > 0) & (slots < t)
@@ -189,18 +191,11 @@ def selected(
     yield kernel_ranks, reference_ranks, 1e-5
 
 
-def _selected_by_kernel(
-    scores: Array, positions: Array, budget: float, size: int, alpha: float, geometry: Slots
-) -> tuple[Array, Array]:
-    most = budget_rows(budget, positions)
-    return calls.select_rows(scores, positions, most, size, alpha, *geometry[:2])
-
-
 def _selected_by_xla(
-    scores: Array, positions: Array, budget: float, size: int, alpha: float, geometry: Slots
+    scores: Array, positions: Array, most: Array, size: int, alpha: float, geometry: Slots
 ) -> tuple[Request, Array]:
     eligible = geometry.eligible(positions, scores.shape[3])
-    chosen = select(scores, eligible, alpha, budget_rows(budget, positions), size)
+    chosen = select(scores, eligible, alpha, most, size)
     return chosen, group_rank(jnp.where(eligible[:, None, None], scores, -jnp.inf))
 
 
@@ -234,7 +229,7 @@ def scored(
 ) -> Iterator[Compared]:
     """Compare the scores of every slot by a random index."""
     query, entries = _index(b, k, g, r, t, wide, seed)
-    scores = jax.jit(scoring.index_scores)(query, entries)
+    scores = jax.jit(calls.index_scores)(query, entries)
     yield scores, on_cpu(_scores_by_xla, query, entries), 5e-4 if wide else 1e-4
 
 
@@ -244,38 +239,31 @@ def left(
     g: int,
     r: int,
     t: int,
-    columns: Sequence[int] = (0, *scoring.LEADING),
+    columns: Sequence[int] = (0, *calls.LEADING),
     geometry: Slots = SLOTS,
     wide: bool = False,
     seed: int = 0,
 ) -> Iterator[Compared]:
     """Compare the remaining scores, by block, after a request."""
     query, entries = _index(b, k, g, r, t, wide, seed)
-    operands = query, entries, random_request(b, k, t // 10, t, seed), positions_of(b, t)
-    options = {"geometry": geometry, "columns": 0}
-    by_kernel = jax.jit(_rest_by_kernel, static_argnames=tuple(options))
-    for options["columns"] in columns:
-        expected = on_cpu(_rest_by_xla, *operands, **options)
-        yield by_kernel(*operands, **options), expected, 5e-4 if wide else 1e-4
+    operands = query, entries, positions_of(b, t), *random_request(b, k, t // 10, t, seed)[:2]
+    sizes = geometry.blocks(t), *geometry[:2]
+    by_kernel = jax.jit(calls.index_rest, static_argnums=(5, 6, 7, 8))
+    for c in columns:
+        expected = on_cpu(_rest_by_xla, *operands, geometry=geometry, columns=c)
+        yield by_kernel(*operands, *sizes, c), expected, 5e-4 if wide else 1e-4
 
 
 def _scores_by_xla(query: Array, entries: Array) -> Array:
     return XlaIndex("int4", query.shape[3]).scores(query, entries)
 
 
-def _rest_by_kernel(
-    query: Array, entries: Array, request: Request, positions: Array, geometry: Slots, columns: int
-) -> Rest:
-    sizes = geometry.blocks(entries.shape[3]), *geometry[:2], columns
-    return scoring.index_rest(query, entries, positions, *request[:2], *sizes)
-
-
 def _rest_by_xla(
-    query: Array, entries: Array, request: Request, positions: Array, geometry: Slots, columns: int
+    query: Array, entries: Array, positions: Array, *request: Any, geometry: Slots, columns: int
 ) -> Rest:
     """Return `log_rest`, also of terms so small that it drops them on a CPU."""
     t = entries.shape[3]
-    host_only = geometry.eligible(positions, t)[:, None] & ~request.mask(t)
+    host_only = geometry.eligible(positions, t)[:, None] & ~Request(*request).mask(t)
     scores = jnp.where(host_only[:, :, None], _scores_by_xla(query, entries), -jnp.inf)
     by_block = scores.reshape(*scores.shape[:3], geometry.blocks(t), -1)
     rest = jax.nn.logsumexp(by_block, axis=-1)
@@ -308,36 +296,27 @@ def attended(
     request = request._replace(count=request.count.at[0, 0].set(0))
     q = jnp.asarray(random.normal(0, 1, (b, k, g, d)), jnp.float32)
     rows = jnp.asarray(random.normal(0, 1, (b, k, n, 2 * d)), jnp.bfloat16)
-    by_kernel = jax.jit(_attended_by_kernel, static_argnames="cap")
-    expected = on_cpu(_attended_by_xla, q, rows, request, cap=cap)
-    yield by_kernel(q, rows, request, cap=cap), expected, 1e-3
+    padded = jnp.where(request.valid[..., None], rows, jnp.nan)
+    computed = jax.jit(calls.attend_rows, static_argnums=3)(q, padded, request.count, cap)
+    part = packed(rows.astype(jnp.float32), request.valid)
+    yield computed, on_cpu(softmax_over, q, part, cap=cap), 1e-3
 
 
-def _attended_by_kernel(q: Array, rows: Array, request: Request, cap: float | None) -> Softmax:
-    rows = jnp.where(request.valid[..., None], rows, jnp.nan)
-    return calls.attend_rows(q, rows, request.count, cap)
-
-
-def _attended_by_xla(q: Array, rows: Array, request: Request, cap: float | None) -> Softmax:
-    return softmax_over(q, packed(rows.astype(jnp.float32), request.valid), cap)
-
-
-_case = functools.partial
 CASES: dict[str, tuple[Callable[[], Iterator[Compared]], ...]] = {
     "gather_rows": (
-        _case(gathered, 1, 2, 50, 144, jnp.uint8),
-        _case(gathered, 2, 4, 100, 64, jnp.bfloat16),
+        partial(gathered, 1, 2, 50, 144, jnp.uint8),
+        partial(gathered, 2, 4, 100, 64, jnp.bfloat16),
     ),
-    "gather_rows_hot": (_case(gathered, 2, 4, 100, 64, jnp.bfloat16, spare=100),),
+    "gather_rows_hot": (partial(gathered, 2, 4, 100, 64, jnp.bfloat16, spare=100),),
     "select_rows": (
-        _case(selected, 3, 2, 1, 3000, 0.1, math.inf, tied),
-        _case(selected, 3, 2, 4, 3000, 0.1, 4.0),
+        partial(selected, 3, 2, 1, 3000, 0.1, math.inf, tied),
+        partial(selected, 3, 2, 4, 3000, 0.1, 4.0),
     ),
-    "replace_entries_16": (_case(replaced, False, 2, 3, 150, 350, 1500, 600),),
-    "replace_entries_32": (_case(replaced, True, 2, 3, 150, 350, 1500, 600),),
-    "index_scores": (_case(scored, 2, 2, 7, 30, 640),),
-    "index_rest": (_case(left, 2, 2, 7, 30, 640),),
-    "attend_rows": (_case(attended, 2, 2, 7, 80, 600, 2.0), _case(attended, 2, 2, 4, 128, 600)),
+    "replace_entries_16": (partial(replaced, False, 2, 3, 150, 350, 1500, 600),),
+    "replace_entries_32": (partial(replaced, True, 2, 3, 150, 350, 1500, 600),),
+    "index_scores": (partial(scored, 2, 2, 7, 30, 640),),
+    "index_rest": (partial(left, 2, 2, 7, 30, 640),),
+    "attend_rows": (partial(attended, 2, 2, 7, 80, 600, 2.0), partial(attended, 2, 2, 4, 128, 600)),
 }
 """Cases of each kernel of `launch.KERNELS`."""
 

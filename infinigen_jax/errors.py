@@ -37,10 +37,7 @@ OPTIONS = {"prompts": "--prompt", "pool": "--pool-tokens", "prefix_bytes": "--pr
 
 
 def one_line(message: str) -> str:
-    """Return a message as one printable line, without its middle if too long.
-
-    Messages repeat values of files and options, which may hold anything.
-    """
+    """Return a message, which may repeat anything, as one printable line of limited length."""
     words = " ".join(message.split())
     if len(words) > LONGEST:
         words = f"{words[: LONGEST * 2 // 3]} ... {words[-LONGEST // 3 :]}"
@@ -157,15 +154,12 @@ class Parser(argparse.ArgumentParser):
 def run_command(
     command: Callable[[], int | None], parser: Parser | None = None, *, program: bool = False
 ) -> int:
-    """Run a command line, including its parser; turn bad input and interrupts into an exit status.
+    """Run a command line, including its parser, and return its exit status.
 
-    Messages name the options of `parser` in place of the library's parameters. Return 0 on success,
-    2 after bad input or output that cannot be written (one line on stderr), 130 after Ctrl-C, and
-    141, quietly, after a broken stdout pipe (`... | head`), like other Unix programs. Buffered
-    output is written here, because the interpreter would not report a failure at its exit.
-
-    If this is the whole `program`, the process ends here after Ctrl-C or SIGTERM, because the
-    interpreter's exit crashes while XLA compiles.
+    It is 0 on success, 2 after bad input or output that cannot be written (one line on stderr, with
+    the options of `parser` in place of the library's parameters), 130 after Ctrl-C, and 141,
+    quietly, after a broken stdout pipe (`... | head`). If this is the whole `program`, the process
+    ends here after Ctrl-C or SIGTERM, because the interpreter's exit crashes while XLA compiles.
     """
     # Replace streams that the caller has closed. Otherwise a file opened later would get their
     # number, and with it the output of libraries.
@@ -180,7 +174,7 @@ def run_command(
         status, message = _outcome(command, parser.options if parser else {})
     finally:
         sys.unraisablehook = before
-    failure = flush(sys.stdout)
+    failure = flush(sys.stdout)  # the interpreter's exit would not report a failure
     if isinstance(failure, BrokenPipeError):
         status, message = 141, ""
     elif failure is not None:

@@ -12,8 +12,6 @@ from infinigen_jax.evaluation import perplexity, recall, retrieval
 from infinigen_jax.messages import Messages
 
 COMMANDS = {"perplexity": perplexity, "recall": recall, "retrieval": retrieval}
-
-
 PROGRAM = "python -m infinigen_jax.evaluate"
 SUMMARY = "Measure quality through the engine that generates, for several policies."
 
@@ -32,7 +30,7 @@ def build_parser(
 
 
 def main(argv: Sequence[str] | None = None, *family: Any) -> int:
-    """Run a sub-command; `family` are arguments of `build_parser`. Return the exit status."""
+    """Run a sub-command; `family` are arguments of `build_parser`."""
     parser = build_parser(*family)
 
     def run() -> None:

@@ -5,42 +5,51 @@ in order, each after a line on stderr that names it.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import itertools
 import logging
+import secrets
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from infinigen_jax.cli.chat import add_chat_options, chat, check_chat_options
-from infinigen_jax.cli.dialogue import rate
+from infinigen_jax.cli.dialogue import find_template, rate
 from infinigen_jax.cli.options import (
+    SAMPLING_EXPERTS,
     add_engine_options,
     add_model_options,
-    add_sampling_options,
     add_settings,
     load_engine,
     sampling_settings,
 )
-from infinigen_jax.cli.prompts import (
-    ANSWER_TOKENS,
-    NEW_TOKENS,
-    prepare_prompts,
-    read_prefix,
-    read_prompts,
+from infinigen_jax.errors import (
+    InputError,
+    ParameterError,
+    Parser,
+    one_line,
+    run_command,
+    shortened,
 )
-from infinigen_jax.errors import ParameterError, Parser, one_line, run_command, shortened
 from infinigen_jax.files.output import checked_output, write_json
+from infinigen_jax.files.regular import read_text
 from infinigen_jax.messages import READING, Messages, format_bytes
 from infinigen_jax.numeric import whole_number
 from infinigen_jax.settings.engine import EngineOptions
 from infinigen_jax.settings.sampling import MOST_LOG_PROBS, Sampling
+from infinigen_jax.settings.setting import options_of
+from infinigen_jax.text.detokenize import checked_text
+from infinigen_jax.text.tokenizer import render_chat
 
 if TYPE_CHECKING:
+    from infinigen_jax.engine.engine import Engine
     from infinigen_jax.engine.generation import Run
     from infinigen_jax.prefill.prefill import Notify
 
-Say = Callable[[str], None]
-PROMPT_HELP = "prompt; may be given several times (default: stdin, or a sample if it is empty)"
+DEFAULT_PROMPT = "It was a dark and stormy night, and the old man"
+NEW_TOKENS = 64
+ANSWER_TOKENS = 512  # in place of NEW_TOKENS with a chat template, which lets a model end by itself
 
 
 def build_parser() -> Parser:
@@ -53,27 +62,24 @@ def build_parser() -> Parser:
     )
     add = parser.add_argument_group("model and prompts").add_argument
     add_model_options(add)
-    add("--prompt", action="append", metavar="TEXT", help=PROMPT_HELP)
-    file_help = "file whose whole text is one more prompt; repeat for more"
-    add("--prompt-file", action="append", metavar="F", help=file_help)
+    text = "prompt; may be given several times (default: stdin, or a sample if it is empty)"
+    add("--prompt", action="append", metavar="TEXT", help=text)
+    text = "file whose whole text is one more prompt; repeat for more"
+    add("--prompt-file", action="append", metavar="F", help=text)
     add("--prefix", metavar="TEXT", help="text before every prompt; read and stored once")
     add("--prefix-file", metavar="F", help="file whose whole text is the prefix")
-    add(
-        "--batch",
-        type=whole_number(1),
-        metavar="N",
-        help="most prompts decoded together; the others wait (default: as many as fit)",
-    )
+    text = "most prompts decoded together; the others wait (default: as many as fit)"
+    add("--batch", type=whole_number(1), metavar="N", help=text)
     group = parser.add_argument_group("generation")
     add = group.add_argument
-    add(
-        "--max-new-tokens",
-        type=whole_number(1),
-        metavar="N",
-        help=f"most tokens to generate for each prompt (default {NEW_TOKENS}; {ANSWER_TOKENS} with "
-        "a chat template; in a chat, the context's); 1k is 1024",
+    text = (
+        f"most tokens to generate for each prompt (default {NEW_TOKENS}; {ANSWER_TOKENS} with "
+        "a chat template; in a chat, the context's); 1k is 1024"
     )
-    add_sampling_options(group, parser.experts)
+    add("--max-new-tokens", type=whole_number(1), metavar="N", help=text)
+    common = [name for name in options_of(Sampling) if name not in SAMPLING_EXPERTS]
+    add_settings(group, Sampling, common)
+    add_settings(parser.experts, Sampling, SAMPLING_EXPERTS)
     add_settings(group, EngineOptions, ("lossless",))
     add("--stop", action="append", metavar="TEXT", help="end before this text; may be given again")
     add_engine_options(parser)
@@ -84,16 +90,11 @@ def build_parser() -> Parser:
     add = parser.experts.add_argument
     add("--raw", action="store_true", help="prompts as they are, without the chat template")
     add("--ignore-eos", action="store_true", help="go on after the end-of-text token")
-    add(
-        "--logprobs",
-        dest="log_probs",
-        type=whole_number(0, MOST_LOG_PROBS),
-        metavar="N",
-        help="log-probabilities of new tokens and of the N likeliest, in --stats-json",
-    )
-    add_settings(
-        parser.experts, EngineOptions, ("draft_tokens", "draft_weights", "schedule", "check")
-    )
+    number = whole_number(0, MOST_LOG_PROBS)
+    text = "log-probabilities of new tokens and of the N likeliest, in --stats-json"
+    add("--logprobs", dest="log_probs", type=number, metavar="N", help=text)
+    drafts = ("draft_tokens", "draft_weights", "schedule", "check")
+    add_settings(parser.experts, EngineOptions, drafts)
     return parser
 
 
@@ -131,6 +132,72 @@ def generate(arguments: argparse.Namespace) -> None:
         write_json("stats_json", stats_file, record)
 
 
+def prepare_prompts(
+    engine: "Engine", arguments: argparse.Namespace, prompts: list[str], prefix: str
+) -> dict[str, Any]:
+    """Return the prompts, as user messages if there is a chat template, for `Engine.start`."""
+    template = None
+    if not arguments.raw and engine.model.tokenizer is not None:
+        template = find_template(engine.model.tokenizer, arguments.chat_template)
+    if template is None:
+        if arguments.system is not None:
+            problem = "no chat template takes it; give one as `chat_template`"
+            raise ParameterError("system", problem)
+        tokens = engine.encode_with_prefix(prefix, prompts)
+        most = arguments.max_new_tokens or engine.model.config.fitting(NEW_TOKENS, tokens)
+        shared = engine.prefix_tokens(prefix)
+        return {"prompts": tokens, "max_new_tokens": most, "prefix": shared, "continues": True}
+
+    def rendered(content: str) -> str:
+        system = [] if arguments.system is None else [("system", arguments.system)]
+        turn = [{"role": r, "content": c} for r, c in (*system, ("user", content))]
+        return render_chat(template, turn, engine.model.tokenizer.special_tokens)
+
+    texts = [rendered(prefix + checked_text("prompts", prompt)) for prompt in prompts]
+    tokens = [engine.encode(text, add_special_tokens=False) for text in texts]
+    most = arguments.max_new_tokens or engine.model.config.fitting(ANSWER_TOKENS, tokens)
+    mark = secrets.token_hex(16)
+    common = rendered(prefix + mark).partition(mark)[0] if prefix else ""
+    shared = engine.prefix_tokens(common, add_special_tokens=False)
+    return {"prompts": tokens, "max_new_tokens": most, "prefix": shared}
+
+
+def read_prompts(arguments: argparse.Namespace, say: Messages) -> list[str]:
+    """Return --prompt and --prompt-file, else stdin or the default; a chat reads stdin itself."""
+    prompts = list(arguments.prompt or [])
+    prompts += [read_text("prompt_file", file) for file in arguments.prompt_file or []]
+    if prompts or arguments.chat:
+        return prompts
+    if not (prompt := read_stdin(say)):
+        prompt = DEFAULT_PROMPT
+        say(f"no prompt was given; this one is used: {prompt}")
+    return [prompt]
+
+
+def read_stdin(say: Messages) -> str:
+    """Return piped text without its last line break; empty at a terminal or if stdin fails."""
+    with contextlib.suppress(OSError), say.working("reading the prompt from stdin"):
+        if not sys.stdin.isatty():
+            try:
+                text = sys.stdin.read().removeprefix("\ufeff").removesuffix("\n")
+                text.encode()  # fails on lone surrogates, which stand for other bytes
+                return text
+            except UnicodeError:
+                raise InputError("stdin: not UTF-8 text; convert it first") from None
+    return ""
+
+
+def read_prefix(arguments: argparse.Namespace) -> str:
+    """Return the text of --prefix or --prefix-file; empty without them."""
+    if arguments.prefix is not None and arguments.prefix_file is not None:
+        raise ParameterError("prefix", "not with `prefix_file`; leave one of them out")
+    if arguments.prefix == "":
+        raise ParameterError("prefix", "it is empty; give at least one character")
+    if arguments.prefix_file is not None:
+        return read_text("prefix_file", arguments.prefix_file)
+    return checked_text("prefix", arguments.prefix or "")
+
+
 def prompt_progress() -> "Notify":
     """Return a callback that shows on stderr how far a prompt of several chunks is read."""
     from tqdm import tqdm
@@ -148,39 +215,30 @@ def prompt_progress() -> "Notify":
 
 
 def print_texts(
-    run: "Run", prompts: list[str], label: Say, steps: Iterable[list[int | None]]
+    run: "Run", prompts: list[str], label: Callable[[str], None], steps: Iterable[list[int | None]]
 ) -> None:
     """Print the first unfinished prompt's text as it is made, then the others' in order."""
-    number, printed = -1, 0  # the prompt whose text is printed, and how many characters of it
-
-    def begin_next() -> None:
-        nonlocal number, printed
-        number, printed = number + 1, 0
-        if number < len(prompts):
-            label(f"[{number + 1}] {shortened(one_line(prompts[number]))}")
-
-    def show(end: str = "") -> None:
-        nonlocal printed
-        print(run.texts[number][printed:], end=end, flush=True)
-        printed = len(run.texts[number])
-
-    begin_next()
-    for tokens in steps:
-        run.push_text(tokens)
-        show()
-        # Text held back at the end appears with the step after the last token.
-        while number + 1 < len(run.texts) and run.ended(number) and tokens[number] is None:
-            show("\n")
-            begin_next()
-            show()
-    run.finish_text()
-    while number < len(run.texts):
-        show("\n")
-        begin_next()
+    number, printed = 0, 0  # the prompt whose text is printed, and how many characters of it
+    label(f"[1] {shortened(one_line(prompts[0]))}")
+    for tokens in itertools.chain(steps, [None]):
+        if tokens is None:
+            run.finish_text()
+        else:
+            run.push_text(tokens)
+        while number < len(prompts):
+            text = run.texts[number]
+            print(text[printed:], end="", flush=True)
+            printed = len(text)
+            # Text held back at the end appears with the step after the last token.
+            if tokens is not None and (tokens[number] is not None or not run.ended(number)):
+                break
+            print(flush=True)
+            number, printed = number + 1, 0
+            if number < len(prompts):
+                label(f"[{number + 1}] {shortened(one_line(prompts[number]))}")
 
 
 def summary(run: "Run") -> str:
-    """Return a summary of two lines."""
     stats = run.stats()
     return (
         f"{stats.policy}, {stats.schedule}: first token after {run.clock.first:.2f} s, "

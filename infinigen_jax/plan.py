@@ -7,7 +7,6 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinigen_jax.cli.options import (
@@ -44,13 +43,8 @@ def build_parser() -> Parser:
     )
     add = parser.add_argument_group("model and machine").add_argument
     add_model_options(add)
-    add(
-        "--context",
-        type=whole_number(1),
-        required=True,
-        metavar="N",
-        help="tokens, prompt and new ones; 128k is 131072",
-    )
+    text = "tokens, prompt and new ones; 128k is 131072"
+    add("--context", type=whole_number(1), required=True, metavar="N", help=text)
     add("--batch", type=whole_number(1), default=1, metavar="B", help="sequences (default 1)")
     memory = {"type": Range(LEAST), "metavar": "G"}
     share = "GiB of the GPU, of which JAX takes nine tenths (default: those of this device)"
@@ -100,12 +94,16 @@ def plan(arguments: argparse.Namespace) -> None:
     conversion = conversion_of(folder, config)
     planner = Planner(config, dtype, conversion, policy, arguments, machine)
     advice = advise(planner, arguments.batch, arguments.context)
-    print(report(advice, absolute(arguments.model or folder), dtype.name, arguments))
+    asked, small = advice.asked, arguments.weight_dtype
+    name, dense = absolute(arguments.model or folder).name, asked.settings.dense_layers
+    form = f"{dtype.name}, {small} weights" if small else dtype.name
+    sizes = f"{arguments.batch} x {arguments.context} tokens"
+    print(f"{name}, {form}: {sizes}, --policy {arguments.policy}, --dense-layers {dense}")
+    chosen = dense if arguments.dense_layers is None else None
+    print(*table(asked), *verdict(advice, chosen), *exact_tokens(asked), sep="\n")
     if conversion.assumed and arguments.dense_layers is None and policy.dense_layers is None:
-        print(
-            f"{advice.asked.settings.dense_layers} dense layers and equal budgets are assumed; the "
-            "conversion on first use measures them"
-        )
+        measured = "the conversion on first use measures them"
+        print(f"{dense} dense layers and equal budgets are assumed; {measured}")
     if output is not None:
         write_json("json", output, record(advice, policy, arguments))
 
@@ -140,18 +138,6 @@ def this_machine(arguments: argparse.Namespace) -> "Machine":
         memory_bandwidth=reads,
         copy_bandwidth=copies,
     )
-
-
-def report(advice: "Advice", folder: Path, dtype: str, arguments: argparse.Namespace) -> str:
-    """Return the table of the requested settings and the advice."""
-    asked, small = advice.asked, arguments.weight_dtype
-    form = f"{dtype}, {small} weights" if small else dtype
-    title = (
-        f"{folder.name}, {form}: {arguments.batch} x {arguments.context} tokens, "
-        f"--policy {arguments.policy}, --dense-layers {asked.settings.dense_layers}"
-    )
-    chosen = asked.settings.dense_layers if arguments.dense_layers is None else None
-    return "\n".join([title, *table(asked), *verdict(advice, chosen), *exact_tokens(asked)])
 
 
 def table(forecast: "Forecast") -> list[str]:
@@ -193,25 +179,23 @@ def size(name: str, count: int, remark: str = "") -> str:
 def step(forecast: "Forecast") -> list[str]:
     """Return the bytes that a decode step moves and, with known bandwidths, the time it takes."""
     traffic, machine = forecast.traffic, forecast.machine
+    reads, copies = machine.memory_bandwidth, machine.copy_bandwidth
 
     def at(bandwidth: float | None) -> str:
         return "" if bandwidth is None else f"at {bandwidth / 1e9:.1f} GB/s"
 
     lines = [
         "a step, at best",
-        size("read on the device", traffic.memory, at(machine.memory_bandwidth)),
-        size("rows from the host", traffic.link, at(machine.copy_bandwidth)),
+        size("read on the device", traffic.memory, at(reads)),
+        size("rows from the host", traffic.link, at(copies)),
     ]
     if machine.separate and traffic.brought:
-        lines.append(size("weights from the host", traffic.brought, at(machine.copy_bandwidth)))
+        lines.append(size("weights from the host", traffic.brought, at(copies)))
     if forecast.seconds is None:
-        rates = (machine.memory_bandwidth, machine.copy_bandwidth)
-        options = zip(("--device-bandwidth", "--copy-bandwidth"), rates, strict=True)
-        missing = " and ".join(option for option, rate in options if rate is None)
-        return [
-            *lines,
-            f"times are left out: there is no such device here to measure; give {missing}",
-        ]
+        rates = {"--device-bandwidth": reads, "--copy-bandwidth": copies}
+        missing = " and ".join(option for option, rate in rates.items() if rate is None)
+        left_out = "times are left out: there is no such device here to measure"
+        return [*lines, f"{left_out}; give {missing}"]
     time = f"{1e3 * forecast.seconds:>9.2f} ms"
     return [*lines, f"  {'at least':<26}{time}  without the time of computing"]
 

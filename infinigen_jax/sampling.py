@@ -59,9 +59,9 @@ def settings_of(sequences: Sequence[Sampling]) -> SamplingArrays:
 def uniforms(
     seed: UInt32[Array, " b"], stream: Int[Array, " b"], step: Int[Array, " b"]
 ) -> Float[Array, " b"]:
-    """Return a random number in [0, 1) for each sequence after `step` tokens.
+    """Return each sequence's random number in [0, 1) after `step` tokens.
 
-    `stream` distinguishes sequences with the same seed.
+    `stream` distinguishes equal seeds.
     """
 
     def one(seed: Array, stream: Array, step: Array) -> Array:

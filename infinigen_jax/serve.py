@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from infinigen_jax.server.app import Service
     from infinigen_jax.server.scheduler import Scheduler
 
-INTERRUPTED = 130  # exit status, as after Ctrl-C
 KEY_VARIABLE = "INFINIGEN_API_KEY"
 
 
@@ -49,28 +48,14 @@ def build_parser() -> Parser:
     add("--allow-origin", action="append", default=[], metavar="O", help="web page that may call")
     add = parser.add_argument_group("capacity").add_argument
     add("--batch", type=whole_number(1), default=8, metavar="N", help="answers at a time (8)")
-    add(
-        "--context",
-        type=whole_number(2),
-        metavar="N",
-        help="most tokens of a prompt and its answer (default 4096, or the model's positions)",
-    )
+    text = "most tokens of a prompt and its answer (default 4096, or the model's positions)"
+    add("--context", type=whole_number(2), metavar="N", help=text)
     add("--max-waiting", type=whole_number(1), default=64, metavar="N", help="most waiting (64)")
-    add(
-        "--prefix-cache-gib",
-        type=Range(0),
-        default=1.0,
-        metavar="G",
-        help="host memory for rows of earlier prompts, in GiB (default 1); 0: none",
-    )
+    text = "host memory for rows of earlier prompts, in GiB (default 1); 0: none"
+    add("--prefix-cache-gib", type=Range(0), default=1.0, metavar="G", help=text)
     add("--no-page", action="store_true", help="neither the chat page at / nor heat maps")
-    add(
-        "--shutdown-seconds",
-        type=whole_number(0),
-        default=30,
-        metavar="S",
-        help="time for running requests at the end (default 30)",
-    )
+    text = "time for running requests at the end (default 30)"
+    add("--shutdown-seconds", type=whole_number(0), default=30, metavar="S", help=text)
     add_settings(parser.add_argument_group("answers"), EngineOptions, ("lossless",))
     add_engine_options(parser, pool=False)
     add_settings(parser.experts, EngineOptions, ("draft_tokens", "draft_weights"))
@@ -91,7 +76,7 @@ def serve(arguments: argparse.Namespace) -> None:
         import uvicorn
 
         from infinigen_jax.server.app import create_app
-        from infinigen_jax.server.connection import http_config
+        from infinigen_jax.server.guard import http_config
     except ModuleNotFoundError as error:
         raise InputError(
             f"the server needs {error.name}; pip install 'infinigen-jax[serve]'"
@@ -100,7 +85,8 @@ def serve(arguments: argparse.Namespace) -> None:
         service, scheduler = make_service(arguments), make_scheduler(arguments, say)
         # Most connections of a client's pool are idle; the queue limits the work.
         connections = 2 * (arguments.max_waiting + arguments.batch) + 512
-        config = http_config(create_app(scheduler, service), service, connections)
+        app = create_app(scheduler, service)
+        config = http_config(app, service.drain_seconds, connections)
         host, port = listening.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         kept = f" ({KEPT})" if say.kept else ""
@@ -126,11 +112,10 @@ def serve(arguments: argparse.Namespace) -> None:
 def end() -> NoReturn:
     """End the process, which Python could not do within a compilation without aborting it."""
     os.write(2, b"interrupted\n")  # print may itself have been interrupted
-    os._exit(INTERRUPTED)
+    os._exit(130)  # as after Ctrl-C
 
 
 def make_scheduler(arguments: argparse.Namespace, say: Messages) -> "Scheduler":
-    """Return a scheduler with the model and the limits of the options."""
     from infinigen_jax.server.limits import Limits
     from infinigen_jax.server.scheduler import Scheduler
 
@@ -142,8 +127,7 @@ def make_scheduler(arguments: argparse.Namespace, say: Messages) -> "Scheduler":
         engine.model.tokenizer.chat_template = template
     sizes = arguments.batch, arguments.context, arguments.max_waiting
     prefix_bytes = int(arguments.prefix_cache_gib * 2**30)
-    limits = Limits.of(engine, *sizes, prefix_bytes, not arguments.no_page)
-    return Scheduler(engine, limits)
+    return Scheduler(engine, Limits(engine, *sizes, prefix_bytes, not arguments.no_page))
 
 
 def start_logging(quiet: bool) -> None:
@@ -163,17 +147,11 @@ def make_service(arguments: argparse.Namespace) -> "Service":
         raise InputError(f"--api-key, or {KEY_VARIABLE}: it is empty; give a key, or leave it out")
     model = arguments.model or DEFAULT_MODEL
     path = absolute(model)
-    name = path.name if path.exists() else model
-    return Service(
-        model=arguments.served_model_name or name,
-        drain_seconds=arguments.shutdown_seconds,
-        api_key=key,
-        origins=tuple(arguments.allow_origin),
-    )
+    name = arguments.served_model_name or (path.name if path.exists() else model)
+    return Service(name, arguments.shutdown_seconds, key, tuple(arguments.allow_origin))
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket."""
     if not host:
         raise InputError("--host: it is empty, which would mean all addresses; give one")
     try:

@@ -72,11 +72,7 @@ def has_shape(annotation: Any) -> bool:
 
 
 def check_shapes(definition: Any, jaxtyped: Any = jaxtyping.jaxtyped) -> Any:
-    """Check the shapes of a function's arguments and result, or of a class's fields.
-
-    The hook's own decorator checks all annotations twice, and decorates a function inside of
-    another anew in every call of that one, which took up to a third of the time.
-    """
+    """Check a function's or a class's shapes once; the hook's own decorator checks all twice."""
     known = {n: x for n, x in definition.__annotations__.items() if not isinstance(x, str)}
     if "<locals>" in definition.__qualname__ or not any(map(has_shape, known.values())):
         return definition
@@ -155,7 +151,7 @@ def forget_programs() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def shallow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the embedded models with fewer layers."""
-    from shallow import make_shallow
+    from tiny import make_shallow
 
     from infinigen_jax.loading.load import EMBEDDED, EMBEDDED_FOLDER
 
@@ -171,6 +167,13 @@ def shallow(shallow_folder: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("infinigen_jax.loading.load.EMBEDDED_FOLDER", shallow_folder)
         yield
+
+
+@pytest.fixture
+def longest_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft as many tokens as the settings allow, not as measured times suggest."""
+    choose = "infinigen_jax.engine.draft_length.DraftLength.choose"
+    monkeypatch.setattr(choose, lambda self, most: min(most, self.most))
 
 
 @pytest.fixture

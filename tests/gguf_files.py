@@ -30,12 +30,7 @@ def write_gguf(
     others: Mapping[str, Kind] = MappingProxyType({}),
     **settings: Any,
 ) -> Path:
-    """Write a model with matrices in a format, further tensors, and other settings.
-
-    `others` are formats of some matrices, by the names of their modules.
-
-    The model itself gets the rounded weights, so that it stays the reference.
-    """
+    """Write a model in a format, `others` for some modules; it gets the rounded weights itself."""
     import torch
 
     config = made.model.config
@@ -62,8 +57,8 @@ def write_gguf(
         with torch.no_grad():
             parameter.copy_(torch.tensor(rounded))
         if name in PERMUTED and full.split(".")[-2] in ("q_proj", "k_proj"):
-            queries = full.split(".")[-2] == "q_proj"
-            rounded = permuted(rounded, heads_of(config, queries))
+            queries, keys = config.num_attention_heads, config.num_key_value_heads
+            rounded = permuted(rounded, queries if "q_proj" in full else keys)
         if name.startswith(PLUS_ONE) and full.endswith("norm.weight"):
             rounded = rounded + 1
         target = names.get_name(full, (".weight", ".bias"))
@@ -128,10 +123,6 @@ def write_activations(writer: GGUFWriter, model: Any) -> None:
         add_setting(writer, f"xielu.{name}", [float(value.detach()) for value in values])
 
 
-def heads_of(config: Any, queries: bool) -> int:
-    return config.num_attention_heads if queries else config.num_key_value_heads
-
-
 def permuted(weights: np.ndarray, heads: int) -> np.ndarray:
     """Return the row order of `LlamaModel.permute` in llama.cpp's convert_hf_to_gguf.py."""
     halves = weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
@@ -178,9 +169,8 @@ def byte_level(pre: str = "gpt-2") -> dict[str, Any]:
 def sentencepiece() -> dict[str, Any]:
     """Return settings of a small SentencePiece vocabulary: pieces of a sentence, and all bytes."""
     pieces = ["\u2581", *"thequickbrownfxjmpsvlazydg", "th", "qu", "\u2581th", "\u2581the", "ck"]
-    pieces = list(
-        dict.fromkeys([*pieces, "ow", "own", "\u2581br", "\u2581brown", "er", "\u2581\u2581"])
-    )
+    pieces += ["ow", "own", "\u2581br", "\u2581brown", "er", "\u2581\u2581"]
+    pieces = list(dict.fromkeys(pieces))
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     settings = {
         "model": "llama",

@@ -114,7 +114,7 @@ def parts(folder: Path) -> tuple[Callable[[], None], Callable[[], str]]:
     """Saving measurements of an evaluation."""
     import numpy as np
 
-    from infinigen_jax.evaluation.parts import Measurement, Parts
+    from infinigen_jax.evaluation.session import Measurement, Parts
 
     kept = Parts(folder / "result.json", {"key": 1})
 

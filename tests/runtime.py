@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.special import softmax
-from tiny import logits_of
+from tiny import text_log_probs
 
-from infinigen_jax.engine.engine import Engine
-from infinigen_jax.engine.generation import Run
-from infinigen_jax.loading.load import Basis, Model
+from infinigen_jax import Basis, Engine, Model, Run
+from infinigen_jax.cache.cache import Cache
+from infinigen_jax.cache.layers import DenseLayer, Resident
+from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.models import ModelConfig, Params, blueprint, config_from_hf, random_params
 from infinigen_jax.policies import InfiniGen, Policy
 from infinigen_jax.skew.tail_moments import block_products
@@ -26,8 +27,6 @@ from infinigen_jax.speculation.query import partial_keys, speculate_query, specu
 HF: dict[str, dict[str, Any]] = {
     "gqa": {"model_type": "llama", "num_key_value_heads": 2},
     "opt": {"model_type": "opt", "ffn_dim": 24},
-}
-RELATIVES: dict[str, dict[str, Any]] = {
     # For tests that do not depend on transitions between layers: little to compile.
     "one": {"model_type": "llama", "num_key_value_heads": 2, "num_hidden_layers": 1},
     "opt-one": {"model_type": "opt", "ffn_dim": 24, "num_hidden_layers": 1},
@@ -104,15 +103,22 @@ def tail_moments(config: ModelConfig, params: Params) -> tuple[np.ndarray, np.nd
     return keys, values
 
 
+def with_config(model: Model, **changes: Any) -> Model:
+    """Return a model with other settings."""
+    return dataclasses.replace(model, config=dataclasses.replace(model.config, **changes))
+
+
+def with_rope(model: Any, **changes: Any) -> Model:
+    """Return a model whose keys rotate in another way."""
+    return with_config(model, rope=dataclasses.replace(model.config.rope, **changes))
+
+
 def long_rope(name: str, original: int) -> Model:
     """Return a random model whose keys rotate differently in texts above `original` tokens."""
     model = random_model(name)
-    assert model.config.rope is not None
     columns = model.config.head_dim // 2
     factors = {"short_factors": (1.0,) * columns, "long_factors": (2.0,) * columns}
-    changes: Any = {"kind": "longrope", "original_positions": original} | factors
-    rope = dataclasses.replace(model.config.rope, **changes)
-    return dataclasses.replace(model, config=dataclasses.replace(model.config, rope=rope))
+    return with_rope(model, kind="longrope", original_positions=original, **factors)
 
 
 @functools.cache
@@ -125,7 +131,7 @@ def random_model(name: str, dtype: str = "float32", with_basis: bool | None = No
     Args:
         with_basis: as after conversion by default (RoPE models have one; OPT's is absorbed).
     """
-    config = config_from_hf(COMMON | (HF | RELATIVES)[name])
+    config = config_from_hf(COMMON | HF[name])
     # However many layers there are, the first ones are the same.
     params = random_params(dataclasses.replace(config, num_layers=3), dtype)
     params = {**params, "layers": params["layers"][: config.num_layers]}
@@ -142,9 +148,8 @@ def random_model(name: str, dtype: str = "float32", with_basis: bool | None = No
     params = jax.tree_util.tree_map_with_path(enlarge, params)
     bases = None
     if config.rope is not None if with_basis is None else with_basis:
-        bases = [
-            random_basis(config.num_kv_heads, config.head_dim, i) for i in range(config.num_layers)
-        ]
+        size = config.num_kv_heads, config.head_dim
+        bases = [random_basis(*size, i) for i in range(config.num_layers)]
     exact = dtype == "float32"
     moments = tail_moments(config, params) if exact else random_model(name).tail_moments
     model = Model.from_params(config, params, dtype, bases=bases)
@@ -153,10 +158,8 @@ def random_model(name: str, dtype: str = "float32", with_basis: bool | None = No
 
 def with_ends(engine: Engine, *tokens: int) -> Engine:
     """Return an engine whose texts end with these tokens; it shares another's compiled programs."""
-    model = engine.model
-    config = dataclasses.replace(model.config, eos_ids=tokens)
     changed = copy.copy(engine)
-    model = dataclasses.replace(model, config=config)
+    model = with_config(engine.model, eos_ids=tokens)
     changed.runtime = dataclasses.replace(engine.runtime, model=model)
     return changed
 
@@ -205,9 +208,8 @@ def engine(
     """
     if dense_layers == -1:
         dense_layers = min(1, random_model(name).config.num_layers - 1)
-    return Engine(
-        random_model(name), policy=policy, dense_layers=dense_layers, schedule=schedule, **settings
-    )
+    settings |= {"policy": policy, "dense_layers": dense_layers, "schedule": schedule}
+    return Engine(random_model(name), **settings)
 
 
 def tokens_of(engine: Engine, prompts=RAGGED, new: int = NEW, **settings) -> list[list[int]]:
@@ -231,17 +233,14 @@ def given_tokens(context: int) -> np.ndarray:
 
 def full_scores(model: Model, context: int = 40) -> np.ndarray:
     """Return what `scores_of` returns if all rows are attended to, by a plain pass."""
-    tokens, steps = given_tokens(context), np.arange(context, context + 19)
-    scores = np.asarray(jax.nn.log_softmax(logits_of(model, tokens)))
-    return np.take_along_axis(scores[:, steps], tokens[:, steps + 1, None], axis=2)[..., 0].T
+    return text_log_probs(model, given_tokens(context))[:, context:].T
 
 
 def scores_of(model: Model, policy: Policy, context: int = 40) -> np.ndarray:
     """Return log-probabilities of given tokens, decoded with all layers on the host."""
     tokens = given_tokens(context)
-    run = Engine(model, policy=policy, dense_layers=0).start(
-        tokens[:, :context].tolist(), max_new_tokens=20
-    )
+    made = Engine(model, policy=policy, dense_layers=0)
+    run = made.start(tokens[:, :context].tolist(), max_new_tokens=20)
     steps = range(context, context + 19)
     return np.stack([score(run, tokens[:, i], tokens[:, i + 1]) for i in steps])
 
@@ -249,6 +248,28 @@ def scores_of(model: Model, policy: Policy, context: int = 40) -> np.ndarray:
 def score(run: Run, tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
     """Decode given tokens [b]; return the log-probabilities [b] of the given next ones."""
     return np.asarray(run.predict(tokens))[np.arange(len(targets)), targets]
+
+
+def readable(decoder: Decoder, cache: Cache) -> list[np.ndarray]:
+    """Return lengths and rows that a step may read, zeros elsewhere; not those of hot sets."""
+    lengths, host = np.asarray(cache.lengths), np.asarray(cache.host)
+    held = np.asarray(decoder.slots.positions(cache.lengths - 1)) >= 0
+
+    def valid(rows: Any, there: np.ndarray | None = None) -> np.ndarray:
+        there = np.arange(rows.shape[2]) < lengths[:, None] if there is None else there
+        return np.where(there[:, None, :, None], np.asarray(rows), 0)
+
+    found = [lengths]
+    for scales, rows in zip(cache.scales, host, strict=True):
+        found.append(valid(decoder.row_format.decode(scales, jnp.asarray(rows))))
+    for local in cache.local:
+        if isinstance(local, Resident):
+            left = [] if local.left is None else [np.asarray(local.left)]
+            found += [valid(local.rows, held), *left]
+        else:  # a window is read whole
+            dense = isinstance(local, DenseLayer)
+            found += [valid(x) if dense else np.asarray(x) for x in local]
+    return found
 
 
 class PlainLayer(NamedTuple):
@@ -290,10 +311,7 @@ def plain_pass(
 
 
 def check_speculated_logits(model: Model, number: int) -> None:
-    """Compare logits from a layer's full-width index and its own input with the true logits.
-
-    With fewer columns, index and query are the first ones of those with more.
-    """
+    """Compare logits from a layer's full-width index and its own input with the true logits."""
     config, rng, b, t = model.config, np.random.default_rng(0), 3, 37
     d, k = config.head_dim, config.num_kv_heads
     a = jnp.asarray(rng.normal(size=(b, config.hidden_size)).astype(np.float32))

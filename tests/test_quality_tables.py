@@ -1,28 +1,17 @@
 """The measurements of the documentation: their commands, and the tables and pictures of results."""
 
 import importlib.util
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_readme import parser_of
 
 from benchmarks import pictures, quality, quality_tables, real_model, tables
 from benchmarks.figures import __main__ as figures
-from benchmarks.files import RESULTS
+from benchmarks.machine import RESULTS
 from infinigen_jax import evaluate
-from infinigen_jax.evaluation.configurations import configurations
-
-
-def line(policy: str, change: float, **settings):
-    return {
-        "policy": policy,
-        "reference": False,
-        "settings": settings,
-        "perplexity_change_percent": change,
-        "difference_standard_error": 0.0123,
-        "fetched_fraction": 0.0456,
-    }
+from infinigen_jax.evaluation.session import configurations
 
 
 def test_commands_are_those_of_the_programs(tmp_path):
@@ -71,27 +60,6 @@ def test_wrong_input_is_one_line(given, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_cell_is_looked_up_by_row_and_column(tmp_path):
-    lines = [line("infinigen", 1.0, budget=0.05, alpha=4.0), line("window", 10.0, budget=0.1)]
-    (tmp_path / "a-small.json").write_text(json.dumps({"configurations": lines}))
-    columns = [
-        (f"{b:.0%}", {"result": "a-{model}", "model": "small", "budget": b}) for b in (0.05, 0.1)
-    ]
-    rows = [
-        ("ours", {"policy": "infinigen", "alpha": 4.0}),
-        ("window", {"policy": "window"}),
-        ("not measured", {"policy": "quest"}),
-        ("moved", {"policy": "infinigen", "show": "fetched"}),
-    ]
-    assert tables.result_table(tmp_path, rows, columns, "of").splitlines() == [
-        "| of | 5% | 10% |",
-        "|---|---:|---:|",
-        "| ours | +1.00 (1.23) |  |",
-        "| window |  | +10.00 (1.23) |",
-        "| moved | 4.6 % |  |",
-    ]
-
-
 def test_an_entry_is_a_row():
     columns = {"name": ("name", "{}"), "ms": ("times.p50", "{:.1f}")}
     entries = [{"name": "a", "times": {"p50": 1.25}}, {"name": "b", "times": {"p50": 3}}]
@@ -99,7 +67,8 @@ def test_an_entry_is_a_row():
 
 
 def test_ambiguous_lines_are_refused():
-    lines = [line("window", 1.0, rows=rows) for rows in ("exact", "int8")]
+    window: dict[str, Any] = {"policy": "window", "reference": False}
+    lines = [window | {"settings": {"rows": rows}} for rows in ("exact", "int8")]
     assert tables.find(lines, "window", {"rows": "int8"}) is lines[1]
     assert tables.find(lines, "quest", {}) is None
     with pytest.raises(ValueError, match="2 lines"):
@@ -122,7 +91,7 @@ def test_results_are_those_that_a_page_quotes():
     text = "\n".join(page.read_text() for page in pages)
     read = {
         f"{spec['result'].format(**spec)}.json"
-        for rows, columns, _ in quality_tables.TABLES.values()
+        for rows, columns, *_ in quality_tables.TABLES.values()
         for _, row in rows
         for _, column in columns
         for spec in [{**column, **row}]
@@ -141,6 +110,5 @@ def test_pictures_are_of_the_results(tmp_path, monkeypatch):
     assert names == ["recall-real-model.svg", "steps.svg"]
     shown = quality_tables.table("steps", RESULTS).splitlines()[2:]
     points = pictures.step_points(RESULTS)["books-llama"]
-    assert [f"{value:.2f}" for _, value in points] == [
-        row.split("|")[3].split()[0] for row in shown
-    ]
+    values = [row.split("|")[3].split()[0] for row in shown]
+    assert [f"{value:.2f}" for _, value in points] == values

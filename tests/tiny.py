@@ -2,8 +2,10 @@
 
 import contextlib
 import functools
+import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,9 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
+from scipy.special import log_softmax
 
-from infinigen_jax.errors import InputError
-from infinigen_jax.loading.load import Model, embedded
+from infinigen_jax import InputError, Model, embedded
 from infinigen_jax.models import ModelConfig, blueprint
 from infinigen_jax.models.forward import forward
 
@@ -123,13 +126,12 @@ def python(*arguments: str | Path, **variables: Any) -> subprocess.CompletedProc
     return subprocess.run(command, env=environment(**variables), capture_output=True, text=True)
 
 
-def started(*arguments: str | Path, **options: Any) -> subprocess.Popen[bytes]:
+def started(*arguments: str | Path, **options: Any) -> Any:
     """Start Python, with a pipe for each stream that is not given; Ctrl-C ends it."""
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     options = {"env": environment(), **streams} | options
     with interruptible():
-        process: Any = subprocess.Popen([sys.executable, *map(str, arguments)], **options)
-    return process
+        return subprocess.Popen([sys.executable, *map(str, arguments)], **options)
 
 
 @contextlib.contextmanager
@@ -155,6 +157,17 @@ def logits_of(model: Model, tokens: np.ndarray) -> np.ndarray:
     """Return logits [b, s, v] of a loaded model, without cache or skewing."""
     run = compiled_forward(model.config, model.dtype)
     return np.asarray(run(model.params, jnp.asarray(tokens)))
+
+
+def log_probs_of(model: Model, tokens: np.ndarray) -> np.ndarray:
+    """Return log-probabilities [b, s, v] by a plain pass, in float64."""
+    return log_softmax(logits_of(model, tokens).astype(np.float64), axis=-1)
+
+
+def text_log_probs(model: Model, tokens: np.ndarray) -> np.ndarray:
+    """Return log-probabilities [b, s - 1] of a text's tokens after the first, by a plain pass."""
+    log_probs, following = log_probs_of(model, tokens)[:, :-1], tokens[:, 1:, None]
+    return np.take_along_axis(log_probs, following, axis=-1)[..., 0]
 
 
 def refuses(message: str, function: Any, /, *arguments: Any, **settings: Any) -> str:
@@ -194,3 +207,30 @@ def as_torch(folder: Path, shards: int = 1) -> None:
         weight_map |= {n: file for n in names[i::shards]}
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
+LAYERS = 3  # of shallow models: two that may be dense, and one whose rows are fetched
+OF_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def make_shallow(source: Path, target: Path, layers: int = LAYERS) -> None:
+    """Write a converted folder with the first layers of another one, which compile faster."""
+    shutil.copytree(source, target)
+    config = json.loads((source / "config.json").read_text())
+    number = config["num_hidden_layers"]
+    (target / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+    for path in target.glob("*.safetensors"):
+        tensors = {}
+        for name, tensor in load_file(path).items():
+            layer = OF_LAYER.search(name)
+            if layer is not None and int(layer[1]) >= layers:
+                continue
+            of_all = path.name == "infinigen.safetensors" and name != "row_shares"
+            assert not of_all or len(tensor) == number
+            tensors[name] = tensor[:layers] if of_all else tensor
+        save_file(tensors, path, {"format": "pt"})
+    manifest = json.loads((target / "infinigen.json").read_text())
+    for name in manifest["files"]:
+        data = (target / name).read_bytes()
+        manifest["files"][name] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+    (target / "infinigen.json").write_text(json.dumps(manifest))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from benchmarks.figures import chunks, kv_size, long_context, pool, sensitivity, skewing
 from infinigen_jax import evaluate
 
-SUMMARY = "The paper's accuracy figures, through the engine that generates."
 FIGURES = {
     "kv-size": kv_size,
     "chunks": chunks,
@@ -18,8 +17,8 @@ FIGURES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make a figure; return the exit status."""
-    return evaluate.main(argv, FIGURES, "python -m benchmarks.figures", SUMMARY)
+    summary = "The paper's accuracy figures, through the engine that generates."
+    return evaluate.main(argv, FIGURES, "python -m benchmarks.figures", summary)
 
 
 if __name__ == "__main__":

@@ -13,24 +13,20 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
-from infinigen_jax.evaluation.parts import Measurement
 from infinigen_jax.evaluation.report import percent
-from infinigen_jax.evaluation.session import Session, traffic_of
+from infinigen_jax.evaluation.session import Measurement, Session
 from infinigen_jax.numeric import whole_number
-
-if TYPE_CHECKING:
-    from infinigen_jax.engine.engine import Engine
 
 OFFLINE = ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE")  # make the harness read local files
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add --tasks, --include-path, --shots and --limit."""
     add = parser.add_argument
     add("--tasks", nargs="+", metavar="NAME", help="tasks of lm-eval, instead of --text")
     add("--include-path", metavar="DIR", help="folder of additional task files; needs no network")
@@ -40,7 +36,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def measured_lines(session: Session) -> list[dict[str, Any]]:
-    """Measure all configurations of a session; return the lines of the result."""
     given = session.arguments
     if importlib.util.find_spec("lm_eval") is None:
         raise InputError("--tasks: lm-eval is not installed; pip install '.[eval]'")
@@ -62,7 +57,7 @@ def measured_lines(session: Session) -> list[dict[str, Any]]:
 
 
 def _measure(
-    given: argparse.Namespace, manager: Any, engine: "Engine", advance: Callable[[int], object]
+    given: argparse.Namespace, manager: Any, engine: Engine, advance: Callable[[int], object]
 ) -> Measurement:
     """Return the accuracy of one engine by task, and the mean."""
     from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]
@@ -88,16 +83,10 @@ def _measure(
         parts.append({"task": name, "accuracy": scores["acc,none"]})
         advance(1)
     mean = float(np.mean([part["accuracy"] for part in parts]))
-    return Measurement({}, {"accuracy": mean, "tasks": parts} | traffic_of(model.traffic))
+    return Measurement({}, {"accuracy": mean, "tasks": parts} | model.traffic.per_token())
 
 
 def quality(lines: list[dict[str, Any]]) -> tuple[list[str], Callable[[dict[str, Any]], list[str]]]:
     """Return the headings of the quality columns, and a function that makes a line's cells."""
-
-    def cells(line: dict[str, Any]) -> list[str]:
-        return [
-            *(percent(part["accuracy"], 1) for part in line["tasks"]),
-            percent(line["accuracy"], 1),
-        ]
-
-    return [*(part["task"] for part in lines[0]["tasks"]), "mean"], cells
+    head = [*(part["task"] for part in lines[0]["tasks"]), "mean"]
+    return head, lambda line: [percent(x["accuracy"], 1) for x in (*line["tasks"], line)]

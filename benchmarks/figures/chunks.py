@@ -28,8 +28,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
-    measured = measure(arguments, Session.of(arguments, say))
-    named = list(zip(labels(measured.lines), measured.lines, strict=True))
+    session = Session.of(arguments, say)
+    lines, _ = measure(session)
+    named = list(zip(labels(lines), lines, strict=True))
 
     def points(value: str) -> dict[str, list[Any]]:
         return {
@@ -42,8 +43,8 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
         Panel("position, tokens", "perplexity", points("perplexity")),
         Panel("position, tokens", "perplexity above the full cache's, %", changes),
     ]
-    ends = [chunk["to"] for chunk in measured.lines[0]["chunks"]]
-    finish(measured, "figure 12", panels, head=[f"to {end}" for end in ends], cells=chunk_cells)
+    ends = [chunk["to"] for chunk in lines[0]["chunks"]]
+    finish(session, lines, "figure 12", panels, [f"to {end}" for end in ends], chunk_cells)
 
 
 def chunk_cells(line: dict[str, Any]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.figures import accuracy
 from benchmarks.plots import Panel, Point, checked_plot, draw
@@ -11,34 +11,15 @@ from infinigen_jax.evaluation import perplexity
 from infinigen_jax.evaluation.session import Session, add_common_options
 from infinigen_jax.evaluation.texts import add_window_options
 
+Lines = list[dict[str, Any]]
 Cells = Callable[[dict[str, Any]], list[str]]
-
-
-class Measured(NamedTuple):
-    """Lines of a result, and the name of their quality.
-
-    Attributes:
-        quality: key of the quality in a line.
-        title: name of the quality.
-        head, cells: headings and cells of the quality columns.
-    """
-
-    session: Session
-    lines: list[dict[str, Any]]
-    quality: str
-    title: str
-    head: list[str]
-    cells: Cells
+TITLES = {"perplexity": "perplexity", "accuracy": "accuracy, mean of the tasks"}  # of qualities
 
 
 def add_evaluation_options(
     parser: argparse.ArgumentParser, *, tasks: bool, **defaults: Any
 ) -> None:
-    """Add the options of `evaluate perplexity`, and those of tasks if the figure has them.
-
-    Args:
-        defaults: defaults of options that replace the evaluation's.
-    """
+    """Add the options of `evaluate perplexity`, with other defaults, and of tasks if asked."""
     add_window_options(parser, required=not tasks)
     if tasks:
         accuracy.add_options(parser)
@@ -47,24 +28,24 @@ def add_evaluation_options(
     parser.set_defaults(**defaults)
 
 
-def measure(arguments: argparse.Namespace, session: Session) -> Measured:
-    """Measure all configurations of a session on --text or --tasks, whichever is given."""
+def measure(session: Session) -> tuple[Lines, str]:
+    """Measure all configurations of a session on --text or --tasks, whichever is given.
+
+    Return the lines of the result, and the key of their quality, one of TITLES.
+    """
+    arguments = session.arguments
     checked_plot(arguments.plot)
-    names = getattr(arguments, "tasks", None)
-    if (arguments.text is None) == (names is None):
+    tasks = getattr(arguments, "tasks", None)
+    if (arguments.text is None) == (tasks is None):
         raise InputError("give either --text F for perplexity or --tasks NAME for accuracy")
-    if names is None:
-        lines = perplexity.measured_lines(session)
-        return Measured(
-            session, lines, "perplexity", "perplexity", perplexity.HEAD, perplexity.cells
-        )
-    lines = accuracy.measured_lines(session)
-    title = "accuracy, mean of the tasks"
-    return Measured(session, lines, "accuracy", title, *accuracy.quality(lines))
+    if tasks is None:
+        return perplexity.measured_lines(session), "perplexity"
+    return accuracy.measured_lines(session), "accuracy"
 
 
 def finish(
-    measured: Measured,
+    session: Session,
+    lines: Lines,
     number: str,
     panels: Sequence[Panel],
     head: Sequence[str] = (),
@@ -76,10 +57,11 @@ def finish(
         number: the paper's number of the figure.
         head, cells: headings and cells of columns before the quality columns.
     """
-    session = measured.session
     session.record["figure"] = f"InfiniGen (OSDI 2024), {number}"
-    heads = [*head, *measured.head]
-    session.finish(measured.lines, heads, lambda line: [*cells(line), *measured.cells(line)])
+    heads, of_quality = perplexity.HEAD, perplexity.cells
+    if "accuracy" in lines[0]:
+        heads, of_quality = accuracy.quality(lines)
+    session.finish(lines, [*head, *heads], lambda line: [*cells(line), *of_quality(line)])
     if (plot := checked_plot(session.arguments.plot)) is not None:
         name = session.record["model"]["name"]
         draw(plot, panels, f"{name}: as the paper's {number}")

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from benchmarks.figures.common import add_evaluation_options, finish, level, measure, over
+from benchmarks.figures.common import TITLES, add_evaluation_options, finish, level, measure, over
 from benchmarks.plots import Panel
 from infinigen_jax.cache.row_format import row_format
 from infinigen_jax.evaluation.report import percent
@@ -35,21 +35,23 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     session = Session.of(arguments, say)
     # Smaller rows are an alternative to selection; the figure does not combine them.
     session.chosen = [c for c in session.chosen if c.rows == "auto" or c.policy.name == "full"]
-    measured = measure(arguments, session)
+    lines, quality = measure(session)
     head_dim = session.record["model"]["head_dim"]
-    for line in measured.lines:
+    for line in lines:
         line["relative_kv_size"] = relative_size(line, head_dim)
-    sizes = [100 * line["relative_kv_size"] for line in measured.lines]
-    others = [line for line in measured.lines if not line["reference"]]
-    curves = level(measured.lines, measured.quality, sizes)
-    curves |= over(others, name, lambda line: 100 * line["relative_kv_size"], measured.quality)
-    panel = Panel("relative KV size, %", measured.title, curves)
-    finish(measured, "figure 11", [panel], ["KV size"], cells)
-
-
-def cells(line: dict[str, Any]) -> list[str]:
-    """Return the relative size."""
-    return [percent(line["relative_kv_size"], 1)]
+    sizes = [100 * line["relative_kv_size"] for line in lines]
+    others = [line for line in lines if not line["reference"]]
+    curves = level(lines, quality, sizes)
+    curves |= over(others, name, lambda line: 100 * line["relative_kv_size"], quality)
+    panel = Panel("relative KV size, %", TITLES[quality], curves)
+    finish(
+        session,
+        lines,
+        "figure 11",
+        [panel],
+        ["KV size"],
+        lambda line: [percent(line["relative_kv_size"], 1)],
+    )
 
 
 def name(line: dict[str, Any]) -> str:

@@ -42,35 +42,31 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
             raise InputError(f"--{given}: this figure sets it; give --length and --kept")
     if any(":" in name for name in arguments.policy):
         raise InputError("--policy: this figure sets the settings of a policy; give its name alone")
+    session = Session.of(arguments, say)
     lines: list[dict[str, Any]] = []
-    measured = None
-    for length in arguments.length or _lengths(arguments, say):
+    for length in arguments.length or _lengths(session):
         chosen = copy.copy(arguments)
         chosen.window, chosen.context = length, length - length // SCORED
         chosen.policy = [keeping(name, arguments.kept, length) for name in arguments.policy]
-        measured = measure(chosen, Session.of(chosen, say))
-        lines += [line | {"length": length} for line in measured.lines]
-    assert measured is not None
-    titles = {
-        "perplexity": "perplexity",
-        "perplexity_change_percent": "perplexity above the full cache's, %",
-    }
-    panels = [
-        Panel("length, tokens", title, over(lines, itemgetter("policy"), itemgetter("length"), key))
-        for key, title in titles.items()
-    ]
+        session = Session.of(chosen, say)
+        lines += [line | {"length": length} for line in measure(session)[0]]
+
+    def panel(title: str, key: str) -> Panel:
+        points = over(lines, itemgetter("policy"), itemgetter("length"), key)
+        return Panel("length, tokens", title, points)
+
+    above = "perplexity above the full cache's, %"
+    panels = [panel("perplexity", "perplexity"), panel(above, "perplexity_change_percent")]
     # Settings that differ between lengths belong to the lines.
-    measured.session.record["settings"] |= {"kept": arguments.kept, "window": None, "context": None}
-    measured = measured._replace(lines=lines)
-    finish(measured, "figure 19", panels, ["length"], lambda line: [str(line["length"])])
+    session.record["settings"] |= {"kept": arguments.kept, "window": None, "context": None}
+    finish(session, lines, "figure 19", panels, ["length"], lambda line: [str(line["length"])])
 
 
-def _lengths(arguments: argparse.Namespace, say: Callable[[str], None]) -> list[int]:
+def _lengths(session: Session) -> list[int]:
     """Return the powers of two that the model has positions for."""
-    most = Session.of(arguments, say).load().config.max_positions
-    lengths = [length for i in range(32) if (length := 4 * arguments.kept << i) <= most]
+    most, kept = session.load().config.max_positions, session.arguments.kept
+    lengths = [length for i in range(32) if (length := 4 * kept << i) <= most]
     if not lengths:
-        kept = arguments.kept
         raise InputError(f"--kept {kept}: the model has only {most} positions; lower it")
     return lengths
 

@@ -32,23 +32,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
-    measured = measure(arguments, Session.of(arguments, say))
-    unlimited = {
-        without_pool(line): line for line in measured.lines if line["settings"]["pool"] == "all"
-    }
-    for line in measured.lines:
+    session = Session.of(arguments, say)
+    lines, _ = measure(session)
+    unlimited = {without_pool(line): line for line in lines if line["settings"]["pool"] == "all"}
+    for line in lines:
         whole = unlimited.get(without_pool(line))
-        line["change_by_pool_percent"] = None if whole is None else change(line, whole)
+        change = None if whole is None else 100 * (line["perplexity"] / whole["perplexity"] - 1)
+        line["change_by_pool_percent"] = change
     panel = Panel(
         "rows on the host, % of the context",
         "perplexity above the unlimited pool's, %",
-        over(measured.lines, eviction, limit, "change_by_pool_percent"),
+        over(lines, eviction, limit, "change_by_pool_percent"),
     )
-    finish(measured, "table 2", [panel], head=["by the pool"], cells=cells)
+    finish(session, lines, "table 2", [panel], ["by the pool"], cells)
 
 
 def cells(line: dict[str, Any]) -> list[str]:
-    """Return the change that the pool causes."""
     change = line["change_by_pool_percent"]
     return ["" if change is None or line["settings"]["pool"] == "all" else f"{change:+.3f} %"]
 
@@ -61,11 +60,6 @@ def without_pool(line: dict[str, Any]) -> str:
     """
     rest = {k: v for k, v in line["settings"].items() if k not in MADE_OTHER}
     return json.dumps([line["policy"], rest], sort_keys=True)
-
-
-def change(line: dict[str, Any], unlimited: dict[str, Any]) -> float:
-    """Return perplexity above that of the same policy without a limit, in percent."""
-    return 100 * (line["perplexity"] / unlimited["perplexity"] - 1)
 
 
 def eviction(line: dict[str, Any]) -> str | None:

@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.figures.common import add_evaluation_options, finish, level, measure, over
+from benchmarks.figures.common import TITLES, add_evaluation_options, finish, level, measure, over
 from benchmarks.plots import Panel
 from infinigen_jax.evaluation.session import Session
 
@@ -33,15 +33,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
-    measured = measure(arguments, Session.of(arguments, say))
+    session = Session.of(arguments, say)
+    lines, quality = measure(session)
+    title = TITLES[quality]
     panels = [
-        Panel("alpha", measured.title, sweep(measured.lines, measured.quality, "alpha", ALPHAS)),
-        Panel("columns in the index, share", measured.title,
-              sweep(measured.lines, measured.quality, "partial_ratio", RATIOS["infinigen-paper"])),
+        Panel("alpha", title, sweep(lines, quality, "alpha", ALPHAS)),
+        Panel("columns in the index, share", title,
+              sweep(lines, quality, "partial_ratio", RATIOS["infinigen-paper"])),
         Panel("alpha", "rows attended to, share",
-              sweep(measured.lines, "attended_fraction", "alpha", ALPHAS, full=False)),
+              sweep(lines, "attended_fraction", "alpha", ALPHAS, full=False)),
     ]  # fmt: skip
-    finish(measured, "figure 17", panels)
+    finish(session, lines, "figure 17", panels)
 
 
 def sweep(

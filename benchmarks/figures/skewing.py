@@ -11,20 +11,19 @@ import copy
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.figures.common import add_evaluation_options, finish, level, measure, over
+from benchmarks.figures.common import TITLES, add_evaluation_options, finish, level, measure, over
 from benchmarks.plots import Panel
+from infinigen_jax.convert.calibrate import DEFAULT_TEXT, Calibrator, tokenized_file
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.session import Session
+from infinigen_jax.loading.load import Basis, Model
 from infinigen_jax.numeric import OneOf, listed
-
-if TYPE_CHECKING:
-    from infinigen_jax.loading.load import Model
 
 SUMMARY = "with and without skewing (figure 13)"
 BASES = ("none", "svd", "balanced")
@@ -42,52 +41,45 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 class Unskewed(Session):
     """A session whose model has a permutation of the keys' columns instead of the paper's basis."""
 
-    def load(self) -> "Model":
+    def load(self) -> Model:
         return unskewed(super().load(), self.folder)
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
-    bases = arguments.bases
-    skewed = [basis for basis in bases if basis != "none"]
-    measured, lines = None, []
+    skewed = [basis for basis in arguments.bases if basis != "none"]
+    session, lines, quality = None, [], ""
     if skewed:
-        first = _with_bases(arguments, skewed)
-        measured = measure(first, Session.of(first, say))
-        lines = measured.lines
-    if "none" in bases:
-        again = _with_bases(arguments, ["svd"])
-        session = Unskewed.of(again, say)
+        session = Session.of(_with_bases(arguments, skewed), say)
+        lines, quality = measure(session)
+    if "none" in arguments.bases:
+        session = Unskewed.of(_with_bases(arguments, ["svd"]), say)
         session.record["basis"] = "none"  # separates its parts from those of the paper's basis
-        measured = measure(again, session)
-        for line in measured.lines:
+        plain, quality = measure(session)
+        del session.record["basis"]
+        for line in plain:
             if not line["reference"]:
                 line["settings"]["basis"] = "none"
         # The reference is the same with either model.
-        lines += measured.lines if not lines else [x for x in measured.lines if not x["reference"]]
-        del session.record["basis"]
-    assert measured is not None
-    curves = level(lines, measured.quality, arguments.partial_ratio) | over(
+        lines += [line for line in plain if not (lines and line["reference"])]
+    assert session is not None
+    curves = level(lines, quality, arguments.partial_ratio) | over(
         [line for line in lines if "basis" in line["settings"]],
         lambda line: line["settings"]["basis"],
         lambda line: line["settings"]["partial_ratio"],
-        measured.quality,
+        quality,
     )
-    panel = Panel("columns in the index, share", measured.title, curves)
-    finish(measured._replace(lines=lines), "figure 13", [panel])
+    panel = Panel("columns in the index, share", TITLES[quality], curves)
+    finish(session, lines, "figure 13", [panel])
 
 
 def _with_bases(arguments: argparse.Namespace, bases: Sequence[str]) -> argparse.Namespace:
-    """Return the options with each policy in each basis."""
     changed, pairs = copy.copy(arguments), itertools.product(arguments.policy, bases)
     changed.policy = [f"{name}{',' if ':' in name else ':'}basis={basis}" for name, basis in pairs]
     return changed
 
 
-def unskewed(model: "Model", folder: Any) -> "Model":
+def unskewed(model: Model, folder: Any) -> Model:
     """Replace the paper's basis by the keys' columns, those with the longest queries first."""
-    from infinigen_jax.convert.calibrate import DEFAULT_TEXT, Calibrator, tokenized_file
-    from infinigen_jax.loading.load import Basis
-
     if model.skew != "balanced":
         raise InputError(f"--model: it was converted with --skew {model.skew}; use balanced")
     config = model.config

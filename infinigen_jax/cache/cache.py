@@ -13,36 +13,21 @@ from infinigen_jax.cache.pool import Hot
 
 
 class HostLayer(NamedTuple):
-    """Place and format of a layer's rows on the host, and what its own query needs.
+    """Place and format of a layer's rows on the host, and what its own query needs."""
 
-    Attributes:
-        number: index among the host layers.
-        scales: parameters for decoding the rows, see `cache.row_format`.
-        weights: the policy's arrays for the layer; None if its own query needs none.
-        state: the policy's state of the layer, if its own query selects rows or scores a tail.
-        positions: positions of the rows in its pool; None without a pool (slot = position).
-    """
-
-    number: Int[Array, ""]
-    scales: Any
-    weights: dict[str, Any] | None = None
-    state: Any = None
-    positions: Int[Array, "b k t"] | None = None
+    number: Int[Array, ""]  # among the host layers
+    scales: Any  # for decoding the rows, see `cache.row_format`
+    weights: dict[str, Any] | None = None  # the policy's; None if its own query needs none
+    state: Any = None  # the policy's, if the layer's own query selects rows or scores a tail
+    positions: Int[Array, "b k t"] | None = None  # see `ReadCache.pool_of`
 
 
 class ReadCache(NamedTuple):
-    """Part of a cache that a decode step only reads.
+    """Part of a cache that a decode step only reads."""
 
-    Attributes:
-        host: rows of the host layers; None without host layers.
-        states: the policy's device state (an index), per host layer; empty if the policy
-            observes, since steps then replace it (`StepCache`).
-        pool: positions of each host layer's rows; empty without a pool (slot = position).
-    """
-
-    host: Shaped[Array, "l a k t w"] | None
+    host: Shaped[Array, "l a k t w"] | None  # None without host layers
     scales: tuple[Any, ...]
-    states: tuple[Any, ...]
+    states: tuple[Any, ...]  # the policy's, per host layer; empty if it observes, see `StepCache`
     pool: tuple[Int[Array, "b k t"], ...]
 
     def pool_of(self, number: int) -> Int[Array, "b k t"] | None:
@@ -51,14 +36,11 @@ class ReadCache(NamedTuple):
 
 
 class StepCache(NamedTuple):
-    """Part of a cache that a decode step replaces; its arrays are donated.
-
-    `states` is the policy's state if it observes, else empty.
-    """
+    """Part of a cache that a decode step replaces; its arrays are donated."""
 
     local: tuple[Local, ...]
     hot: tuple[Hot, ...]
-    states: tuple[Any, ...]
+    states: tuple[Any, ...]  # the policy's if it observes; else empty
     lengths: Int[Array, " b"]
 
 

@@ -20,7 +20,7 @@ slots only.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ ROWS_SPEC = PartitionSpec("data", "model")
 
 @functools.cache
 def default_mesh() -> Mesh:
-    """Return the mesh of one device: sequences on axis "data", KV heads on axis "model"."""
+    """Return the mesh of one device."""
     return Mesh(np.array(jax.devices()[:1]).reshape(1, 1), AXES)
 
 
@@ -67,33 +67,18 @@ def checked_mesh(mesh: Mesh | None, kv_heads: int) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names)
 
 
-class Placement(NamedTuple):
+class Placement:
     """Shardings of a generation's arrays on a mesh, stated at every jit boundary.
 
     Shardings chosen by XLA would differ after the first step and compile the step twice.
     """
 
-    mesh: Mesh
-
-    @property
-    def whole(self) -> NamedSharding:
-        """Sharding of replicated arrays: weights, scalars."""
-        return NamedSharding(self.mesh, PartitionSpec())
-
-    @property
-    def batch(self) -> NamedSharding:
-        """Sharding of [b, ...]: hidden states, lengths, tokens."""
-        return NamedSharding(self.mesh, BATCH_SPEC)
-
-    @property
-    def rows(self) -> NamedSharding:
-        """Sharding of [b, k, ...]: cached rows on the device, policy state."""
-        return NamedSharding(self.mesh, ROWS_SPEC)
-
-    @property
-    def host(self) -> NamedSharding:
-        """Sharding of the host cache, in pinned host memory."""
-        return NamedSharding(self.mesh, CACHE_SPEC, memory_kind=HOST)
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+        self.whole = NamedSharding(mesh, PartitionSpec())  # of replicated arrays: weights, scalars
+        self.batch = NamedSharding(mesh, BATCH_SPEC)  # of [b, ...]: hidden states, lengths, tokens
+        self.rows = NamedSharding(mesh, ROWS_SPEC)  # of [b, k, ...]: device rows, policy state
+        self.host = NamedSharding(mesh, CACHE_SPEC, memory_kind=HOST)  # of the host cache
 
 
 def capacity_of(cache: HostCache, batch: int) -> int:
@@ -109,10 +94,9 @@ def shared_slots(cache: HostCache, batch: int) -> int:
 def kernel_slots(
     cache: HostCache, layer: Number, slots: Int[Array, "b k n"]
 ) -> Int[Array, "b k n"]:
-    """Return slots as numbered by a kernel that treats the cache as [l, b, k, t, w].
+    """Return slots as a kernel numbers them, in a cache that it takes as [l, b, k, t, w].
 
-    The kernel counts rows from the start of a sequence and KV head of a layer. Call this on one
-    device per sequence axis, or inside `shard_map`.
+    Call it with the arrays of one device, or inside `shard_map`.
     """
     shared = shared_slots(cache, slots.shape[0])
     if not shared:
@@ -154,15 +138,11 @@ def _allocation(shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> Any:
 def gather_rows(
     cache: HostCache, layer: Number, slots: Int[Array, "b k n"], mesh: Mesh
 ) -> Shaped[Array, "b k n w"]:
-    """Gather rows of one layer by slot, and move them to device memory.
+    """Gather rows of one host layer by slot, within the capacity, and move them to device memory.
 
     On a GPU one kernel reads the rows over PCIe into a pinned staging buffer, and an asynchronous
     copy brings them to the device. Put an `optimization_barrier` between the result and its use,
     after the work that the copy should overlap with.
-
-    Args:
-        layer: index among the host layers.
-        slots: slots of each sequence and KV head, within the capacity.
     """
 
     def local(cache: Array, layer: Array, slots: Array) -> Array:
@@ -171,25 +151,20 @@ def gather_rows(
         head = lax.broadcasted_iota(jnp.int32, slots.shape, 1)
         return _gather(cache, layer, sequence, head, slots)
 
-    return sharded(local, mesh, (CACHE_SPEC, PartitionSpec(), ROWS_SPEC), ROWS_SPEC)(
-        cache, layer, slots
-    )
+    specs = CACHE_SPEC, PartitionSpec(), ROWS_SPEC
+    return sharded(local, mesh, specs, ROWS_SPEC)(cache, layer, slots)
 
 
 def _gather(cache: Array, *places: Array) -> Array:
-    """Move the rows at these indices of the cache's first four axes to device memory.
-
-    The indices broadcast to the shape of the last array.
-    """
-    shape = places[-1].shape
+    """Move the rows at these indices of the cache's first four axes to device memory."""
+    shape = places[-1].shape  # the others are broadcast to it
     indices = jnp.stack([jnp.broadcast_to(x, shape) for x in places], axis=-1)
     dimensions = lax.GatherDimensionNumbers(
         offset_dims=(len(shape),), collapsed_slice_dims=(0, 1, 2, 3), start_index_map=(0, 1, 2, 3)
     )
     one_row = (1, 1, 1, 1, cache.shape[-1])
-    return to_device(
-        lax.gather(cache, to_host(indices), dimensions, one_row, mode="promise_in_bounds")
-    )
+    rows = lax.gather(cache, to_host(indices), dimensions, one_row, mode="promise_in_bounds")
+    return to_device(rows)
 
 
 def _stored_at(cache: Array, batch: int, sequence: Array, slots: Array) -> tuple[Array, Array]:
@@ -207,10 +182,7 @@ def _stored_at(cache: Array, batch: int, sequence: Array, slots: Array) -> tuple
 def gather_items(
     cache: HostCache, layer: Number, head: Int[Array, " p"], slots: Int[Array, "p c"], batch: int
 ) -> Shaped[Array, "1 p c w"]:
-    """Gather rows like `gather_rows`, on one device, for a list of work items.
-
-    `head` is the KV head of each item, counted over all sequences.
-    """
+    """Gather rows on one device for work items; heads are counted over all sequences."""
     sequence, head = head // cache.shape[2], head % cache.shape[2]
     row, slots = _stored_at(cache, batch, sequence[:, None], slots)
     return _gather(cache, layer, row, head[:, None], slots)[None]
@@ -226,14 +198,28 @@ def read_block(
         return gather_rows(cache, layer, slots, mesh)
 
     def local(cache: Array, layer: Array, start: Array) -> Array:
-        _, b, k, _, w = cache.shape
-        zero = jnp.int32(0)
-        block = lax.dynamic_slice(cache, (layer, zero, zero, start, zero), (1, b, k, size, w))
-        return to_device(block.reshape(b, k, size, w))
+        return _block(cache, layer, jnp.int32(0), start, cache.shape[1], size)
 
-    return sharded(local, mesh, (CACHE_SPEC, PartitionSpec(), PartitionSpec()), ROWS_SPEC)(
-        cache, layer, start
-    )
+    one = PartitionSpec()
+    return sharded(local, mesh, (CACHE_SPEC, one, one), ROWS_SPEC)(cache, layer, start)
+
+
+def read_sequence(
+    cache: HostCache, layer: Number, sequence: Number, start: Number, size: int, mesh: Mesh
+) -> Shaped[Array, "1 k n w"]:
+    """Read `size` consecutive slots of one row of axis a; needs one device on the axis "data"."""
+
+    def local(cache: Array, layer: Array, sequence: Array, start: Array) -> Array:
+        return _block(cache, layer, sequence, start, 1, size)
+
+    specs = CACHE_SPEC, *[PartitionSpec()] * 3
+    return sharded(local, mesh, specs, ROWS_SPEC)(cache, layer, sequence, start)
+
+
+def _block(cache: Array, layer: Array, first: Array, start: Array, b: int, size: int) -> Array:
+    (_, _, k, _, w), zero = cache.shape, jnp.int32(0)
+    block = lax.dynamic_slice(cache, (layer, first, zero, start, zero), (1, b, k, size, w))
+    return to_device(block.reshape(b, k, size, w))
 
 
 def write_span(
@@ -265,22 +251,6 @@ def write_span(
     return sharded(local, mesh, specs, CACHE_SPEC)(cache, layer, rows, span.start, span.count)
 
 
-def read_sequence(
-    cache: HostCache, layer: Number, sequence: Number, start: Number, size: int, mesh: Mesh
-) -> Shaped[Array, "1 k n w"]:
-    """Read `size` consecutive slots of one row of axis a; needs one device on the axis "data"."""
-
-    def local(cache: Array, layer: Array, sequence: Array, start: Array) -> Array:
-        (_, _, k, _, w), zero = cache.shape, jnp.int32(0)
-        at = (layer, sequence, zero, start, zero)
-        return to_device(lax.dynamic_slice(cache, at, (1, 1, k, size, w))[0])
-
-    one = PartitionSpec()
-    return sharded(local, mesh, (CACHE_SPEC, one, one, one), ROWS_SPEC)(
-        cache, layer, sequence, start
-    )
-
-
 def write_block(
     cache: HostCache,
     layer: Number,
@@ -291,7 +261,7 @@ def write_block(
 ) -> HostCache:
     """Write n rows of m layers, from `layer`, to one row of axis a; in place if donated.
 
-    `start` is clamped so that the rows fit. Requires one device on the axis "data".
+    `start` is clamped so that the rows fit. Needs one device on the axis "data".
     """
 
     def local(cache: Array, layer: Array, sequence: Array, start: Array, rows: Array) -> Array:
@@ -307,31 +277,25 @@ def write_block(
 def store_rows(
     cache: HostCache, rows: Shaped[Array, "l b k n w"], slots: Int[Array, "l b k n"], mesh: Mesh
 ) -> HostCache:
-    """Write n rows of every layer, sequence and KV head to their slots; in place if donated.
+    """Write n rows of every layer, sequence and KV head to distinct slots; drop those for slot t.
 
-    Slots are distinct; a row whose slot is t is not written.
+    The write is in place if the cache is donated.
     """
 
     def local(cache: Array, rows: Array, slots: Array) -> Array:
         place = [lax.broadcasted_iota(jnp.int32, slots.shape, axis) for axis in range(3)]
+        where = to_host(jnp.stack([*place, slots], axis=-1))
         dimensions = lax.ScatterDimensionNumbers(
             update_window_dims=(4,),
             inserted_window_dims=(0, 1, 2, 3),
             scatter_dims_to_operand_dims=(0, 1, 2, 3),
         )
         return lax.scatter(
-            cache,
-            to_host(jnp.stack([*place, slots], axis=-1)),
-            to_host(rows),
-            dimensions,
-            unique_indices=True,
-            mode="drop",
+            cache, where, to_host(rows), dimensions, unique_indices=True, mode="drop"
         )
 
-    slots_spec = PartitionSpec(None, "data", "model", None)
-    return sharded(local, mesh, (CACHE_SPEC, CACHE_SPEC, slots_spec), CACHE_SPEC)(
-        cache, rows, slots
-    )
+    specs = CACHE_SPEC, CACHE_SPEC, PartitionSpec(None, "data", "model", None)
+    return sharded(local, mesh, specs, CACHE_SPEC)(cache, rows, slots)
 
 
 def sharded(

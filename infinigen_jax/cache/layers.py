@@ -77,10 +77,8 @@ class DenseLayer(NamedTuple):
 
     def extend(self, rows: Float[Array, "b k c w"], span: Span) -> "DenseLayer":
         """Add a chunk's rows, in place if donated."""
-        keys, values = jnp.split(to_kept(rows, self.keys.dtype), 2, axis=-1)
-        return DenseLayer(
-            put_span(self.keys, keys, span, axis=2), put_span(self.values, values, span, axis=2)
-        )
+        new = jnp.split(to_kept(rows, self.keys.dtype), 2, axis=-1)
+        return DenseLayer(*(put_span(x, n, span, axis=2) for x, n in zip(self, new, strict=True)))
 
     def write(
         self, key: Float[Array, "b k d"], value: Float[Array, "b k d"], position: Int[Array, " b"]
@@ -90,8 +88,7 @@ class DenseLayer(NamedTuple):
 
     def part(self, position: Int[Array, " b"], dtype: Any) -> Part:
         """Return all rows up to the current token, in the model's dtype."""
-        capacity = self.keys.shape[2]
-        valid = jnp.arange(capacity, dtype=jnp.int32)[None] <= position[:, None]
+        valid = jnp.arange(self.keys.shape[2], dtype=jnp.int32)[None] <= position[:, None]
         keys, values = (from_kept(x, dtype) for x in self)
         return Part(keys, values, valid[:, None])
 
@@ -101,12 +98,9 @@ class DenseLayer(NamedTuple):
 
 
 class Sliding(NamedTuple):
-    """Cache of a layer with a sliding window: a ring with position p in slot p mod n.
+    """Cache of a layer with a sliding window: a ring with position p in slot p mod n."""
 
-    n is the smaller of window and cache capacity. The dtype is that of DenseLayer.
-    """
-
-    keys: Shaped[Array, "b k n d"]
+    keys: Shaped[Array, "b k n d"]  # n is the smaller of window and capacity; dtype as DenseLayer's
     values: Shaped[Array, "b k n d"]
 
     @property
@@ -115,11 +109,8 @@ class Sliding(NamedTuple):
 
     def extend(self, rows: Float[Array, "b k c w"], span: Span) -> "Sliding":
         """Add the chunk's rows that stay in the window."""
-        keys, values = jnp.split(to_kept(rows, self.keys.dtype), 2, axis=-1)
-        return Sliding(
-            _moved_on(self.keys, keys, span, self.slots),
-            _moved_on(self.values, values, span, self.slots),
-        )
+        new = jnp.split(to_kept(rows, self.keys.dtype), 2, axis=-1)
+        return Sliding(*(_moved_on(x, n, span, self.slots) for x, n in zip(self, new, strict=True)))
 
     def write(
         self, key: Float[Array, "b k d"], value: Float[Array, "b k d"], position: Int[Array, " b"]
@@ -146,13 +137,11 @@ def values_of(rows: Float[Array, "*n w"]) -> Float[Array, "*n d"]:
 
 
 class Resident(NamedTuple):
-    """Device part of a layer whose cache is on the host.
-
-    `left` is the sum over all other tokens, which only the host has, per block of positions; None
-    without a tail. The terms are the values, or those of `Policy.tail_values`.
-    """
+    """Device part of a layer whose cache is on the host."""
 
     rows: Float[Array, "b k n w"]
+    # Sums of the values (or `Policy.tail_values`) of all other tokens, which only the host has, by
+    # block of positions; None without a tail.
     left: Float[Array, "b k m d"] | None = None
 
     @classmethod
@@ -225,11 +214,7 @@ def sums_of_values(
 
 
 def storage_error(
-    stored: RowFormat,
-    scales: Any,
-    encoded: Shaped[Array, "b k n w2"],
-    rows: Float[Array, "b k n w"],
-    counted: Bool[Array, "b k n"],
+    stored: RowFormat, scales: Any, encoded: Array, rows: Array, counted: Bool[Array, "b k n"]
 ) -> Float[Array, "b k 1 d"] | float:
     """Return how much storing the counted rows changes the sum of their values."""
     if stored.exact:

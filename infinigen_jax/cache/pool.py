@@ -33,9 +33,9 @@ COUNTER_BITS = 8
 
 
 class Kept(NamedTuple):
-    """Device state of a layer with a pool, replaced by every step; `used` is None for fifo."""
+    """Device state of a layer with a pool, replaced by every step."""
 
-    used: Shaped[Array, "b k t"] | None
+    used: Shaped[Array, "b k t"] | None  # None for fifo
     hot: HotSet | None
 
 
@@ -74,13 +74,10 @@ def touch(
 
 
 class Insertion(NamedTuple):
-    """Slots of new rows, and the directory after their insertion.
+    """Slots of new rows, and the directory after their insertion."""
 
-    A slot is t for a row that the pool does not take. `evicted` marks slots that held another row.
-    """
-
-    slots: Int[Array, "b k n"]
-    evicted: Bool[Array, "b k n"]
+    slots: Int[Array, "b k n"]  # t for a row that the pool does not take
+    evicted: Bool[Array, "b k n"]  # whether the slot held another row
     positions: Int[Array, "b k t"]
     used: Shaped[Array, "b k t"] | None
 

@@ -22,14 +22,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.errors import ParameterError
+from infinigen_jax.ops import quantize
 from infinigen_jax.ops.bit_storage import from_kept, kept_dtype, to_kept
-from infinigen_jax.ops.quantize import (
-    affine_codes,
-    from_bytes,
-    pack_halves,
-    to_bytes,
-    unpack_halves,
-)
 
 LARGEST_GROUP = 64
 SMALLEST_GROUP = 32  # unless the head is smaller, or its padding has room for more groups
@@ -38,30 +32,20 @@ PRIOR_TOKENS = 16  # weight of the prior on a column's statistics, in tokens
 
 
 class Scales(NamedTuple):
-    """Shift and scale of keys before quantisation, float32.
+    """Shift and scale of keys before quantisation, float32; values have shift 0 and scale 1."""
 
-    `centre` is the mean of the prompt's keys, shrunk towards 0 for a short prompt. `scale` is a
-    power of two, so that the division is exact. Values have shift 0 and scale 1.
-    """
-
-    centre: Float[Array, "b k w"]
-    scale: Float[Array, "b k w"]
+    centre: Float[Array, "b k w"]  # mean of the prompt's keys, shrunk to 0 for a short prompt
+    scale: Float[Array, "b k w"]  # a power of two, so that the division is exact
 
 
 @dataclasses.dataclass(frozen=True)
 class RowFormat:
-    """Storage format of host rows, usable under jit; see `row_format`.
+    """Storage format of host rows, usable under jit; see `row_format`."""
 
-    Attributes:
-        name: "exact", "int8" or "int4".
-        dtype: dtype of the model and of decoded rows.
-        as_bits: whether exact two-byte rows are stored as integers, see `ops.bit_storage`.
-    """
-
-    name: str
-    dtype: jnp.dtype
+    name: str  # "exact", "int8" or "int4"
+    dtype: jnp.dtype  # of the model and of decoded rows
     head_dim: int
-    as_bits: bool = False
+    as_bits: bool = False  # whether exact two-byte rows are integers, see `ops.bit_storage`
 
     @property
     def exact(self) -> bool:
@@ -114,9 +98,9 @@ class RowFormat:
     def fit(self, rows: Float[Array, "b k s w"], lengths: Int[Array, " b"]) -> Any:
         """Return the scales of each sequence from its prompt: Scales, or () for exact rows.
 
-        The square root is a compromise. Division by the deviation is best if queries are small in
-        the columns where keys are large; no division is best if queries are large there too, as in
-        a skewed basis. Rows from `lengths` on are ignored.
+        Rows from `lengths` on are ignored. The square root is a compromise: division by the
+        deviation is best if queries are small in the columns where keys are large, no division if
+        queries are large there too, as in a skewed basis.
         """
         if self.exact:
             return ()
@@ -147,12 +131,13 @@ class RowFormat:
         if self.exact:
             return to_kept(rows.astype(self.dtype), self.storage)
         x = (self._rounded(rows) - scales.centre[:, :, None]) / scales.scale[:, :, None]
-        codes, step, low = affine_codes(x.reshape(*x.shape[:3], 2 * self.groups, -1), self.bits)
+        grouped = x.reshape(*x.shape[:3], 2 * self.groups, -1)
+        codes, step, low = quantize.affine_codes(grouped, self.bits)
         codes = codes.reshape(x.shape)
-        codes = codes if self.bits == 8 else pack_halves(codes)
-        stored = jnp.concatenate([codes, to_bytes(step[..., 0]), to_bytes(low[..., 0])], axis=-1)
-        padding = self.width - stored.shape[-1]
-        return jnp.pad(stored, ((0, 0), (0, 0), (0, 0), (0, padding)))
+        codes = codes if self.bits == 8 else quantize.pack_halves(codes)
+        parts = [codes, *(quantize.to_bytes(x[..., 0]) for x in (step, low))]
+        stored = jnp.concatenate(parts, axis=-1)
+        return jnp.pad(stored, [(0, 0)] * 3 + [(0, self.width - stored.shape[-1])])
 
     def decode(self, scales: Any, stored: Array) -> Float[Array, "b k n w"]:
         """Return rows [b, k, n, 2d] in the model's dtype from stored rows.
@@ -162,10 +147,10 @@ class RowFormat:
         if self.exact:
             return from_kept(stored, self.dtype)
         groups, last = 2 * self.groups, self.code_bytes
-        codes = stored[..., :last] if self.bits == 8 else unpack_halves(stored[..., :last])
+        codes = stored[..., :last] if self.bits == 8 else quantize.unpack_halves(stored[..., :last])
         codes = codes.reshape(*codes.shape[:3], groups, -1).astype(jnp.float32)
-        step = from_bytes(stored[..., last : last + 2 * groups])
-        low = from_bytes(stored[..., last + 2 * groups : last + 4 * groups])
+        step = quantize.from_bytes(stored[..., last : last + 2 * groups])
+        low = quantize.from_bytes(stored[..., last + 2 * groups : last + 4 * groups])
         x = codes * step[..., None] + low[..., None]
         x = x.reshape(*x.shape[:3], 2 * self.head_dim)
         return (x * scales.scale[:, :, None] + scales.centre[:, :, None]).astype(self.dtype)
@@ -177,19 +162,16 @@ class RowFormat:
 
 
 def row_format(name: str, dtype: Any, head_dim: int, as_bits: bool = False) -> RowFormat:
-    """Return the row format of an option.
+    """Return the row format of an option, one of `settings.engine.ROW_FORMATS`.
 
-    Args:
-        name: one of `settings.engine.ROW_FORMATS`; "auto" keeps rows exact, in the model's dtype.
+    "auto" keeps rows exact, in the model's dtype.
     """
     kind = "exact" if name == "auto" else name
     result = RowFormat(kind, jnp.dtype(dtype), head_dim, as_bits)
     if not result.exact and not result.groups:
+        problem = f"cannot be cut into groups of {SMALLEST_GROUP} to {LARGEST_GROUP}"
         raise ParameterError(
-            "rows",
-            f"heads of {head_dim} columns cannot be cut into groups of {SMALLEST_GROUP} to "
-            f"{LARGEST_GROUP}; use `rows` auto",
-            name,
+            "rows", f"heads of {head_dim} columns {problem}; use `rows` auto", name
         )
     return result
 

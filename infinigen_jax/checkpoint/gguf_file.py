@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from infinigen_jax.errors import InputError, UnsupportedModelError
-from infinigen_jax.files.mapped import countable, map_file, release_pages
+from infinigen_jax.files.regular import countable, map_file, release_pages
 
 VERSIONS = (2, 3)
 SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
@@ -123,18 +123,16 @@ class _Reader:
         self.data, self.position = data, 0
 
     def header(self) -> tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], int, int]]]:
-        start = self.take(4)
-        if start != b"GGUF":
+        if self.take(4) != b"GGUF":
             raise ValueError("it does not start with GGUF")
         version = self.scalar("I")
         if version not in VERSIONS:
             raise ValueError(f"its version is {version} instead of {VERSIONS[-1]}")
         tensors, settings = self.scalar("Q"), self.scalar("Q")
-        metadata = {}
+        metadata, entries = {}, {}
         for _ in range(self.count(settings, 12)):
             name = self.text()
             metadata[name] = self.value(self.scalar("I"))
-        entries = {}
         for _ in range(self.count(tensors, 24)):
             name = self.text()
             sizes = tuple(self.scalar("Q") for _ in range(self.count(self.scalar("I"), 8)))

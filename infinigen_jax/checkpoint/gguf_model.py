@@ -1,24 +1,24 @@
 """Models in GGUF files: their settings as a `config.json`, tensors by Hugging Face's names.
 
 llama.cpp's converter changes weights: it reorders the rows of queries and keys of some
-architectures for another layout of the rotation, and adds 1 to the norms of Gemma. Both are undone.
+architectures for another layout of the rotation, and adds 1 to the norms that are stored minus 1.
+Both are undone.
 """
 
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from infinigen_jax.checkpoint.gguf_file import GgufFile
-from infinigen_jax.checkpoint.gguf_rope import ROPE_TENSORS, rope_settings
 from infinigen_jax.checkpoint.hf_folder import TensorSource
 from infinigen_jax.checkpoint.tensor_names import expected
 from infinigen_jax.errors import InputError, UnsupportedModelError
 from infinigen_jax.models import ModelConfig, blueprint, config_from_hf
-from infinigen_jax.models.hf import FULL, SLIDING
+from infinigen_jax.models.hf import FULL, LLAMA3, SLIDING, errors_naming
 
 SUFFIX = ".gguf"
 SETTINGS = {
@@ -52,91 +52,63 @@ END_OF_TURN = (
 )
 FOUR_BITS = 5  # bits of a number and its share of the scales: Q4_1 has these, Q5_0 more
 CONTROL = 3  # kind of a token in tokenizer.ggml.token_type
-
-
-class Architecture(NamedTuple):
-    """llama.cpp's form of a family.
-
-    Attributes:
-        model_type: the family in `config.json`.
-        permuted: whether rows of queries and keys are reordered.
-        shift: number added to the weights of norms.
-        activation: activation of the MLP, which files do not name.
-    """
-
-    model_type: str
-    permuted: bool = False
-    shift: int = 0
-    activation: str = "silu"
-
-
-GELU = "gelu_pytorch_tanh"
-UNCHANGED = (  # weights that the converter only renames
-    *("cohere2", "ernie4_5", "exaone", "exaone4", "glm4", "olmo2", "phi3", "qwen2", "qwen3"),
-    "seed_oss",
+# Factors of rotary frequencies, which become settings.
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+SAME_NAME = (  # as the family in `config.json`
+    *("apertus", "arcee", "cohere2", "ernie4_5", "exaone", "exaone4", "gemma", "gemma2", "glm4"),
+    *("granite", "llama", "nemotron", "olmo2", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3"),
+    "starcoder2",
 )
 ARCHITECTURES = {
-    **{name: Architecture(name) for name in UNCHANGED},
-    **{name: Architecture(name, permuted=True) for name in ("granite", "llama", "smollm3")},
-    **{name: Architecture(name, shift=1, activation=GELU) for name in ("gemma", "gemma2")},
-    "apertus": Architecture("apertus", activation="xielu"),
-    "arcee": Architecture("arcee", permuted=True, activation="relu2"),
-    "command-r": Architecture("cohere"),
-    "gemma3": Architecture("gemma3_text", shift=1, activation=GELU),
-    "hunyuan-dense": Architecture("hunyuan_v1_dense"),
-    "mistral3": Architecture("llama", permuted=True),  # Mistral Small; others have a special YaRN
-    "nemotron": Architecture("nemotron", shift=1, activation="relu2"),
-    "qwen2vl": Architecture("qwen2"),
-    "qwen3vl": Architecture("qwen3"),
-    "starcoder2": Architecture("starcoder2", activation=GELU),
+    **{name: name for name in SAME_NAME},
+    "command-r": "cohere",
+    "gemma3": "gemma3_text",
+    "hunyuan-dense": "hunyuan_v1_dense",
+    "mistral3": "llama",  # Mistral Small; others have a special YaRN
+    "qwen2vl": "qwen2",
+    "qwen3vl": "qwen3",
 }
+# Their rows of queries and keys are reordered.
+PERMUTED = ("arcee", "granite", "llama", "mistral3", "smollm3")
 # Parameters of the activation xIELU, which files keep as settings.
 FITTED = {"xielu.alpha_p": "mlp.act_fn.alpha_p", "xielu.alpha_n": "mlp.act_fn.alpha_n"}
 
 
 def read_config(file: GgufFile) -> tuple[dict[str, Any], ModelConfig]:
     """Return the settings as parsed JSON of a `config.json`, and as a ModelConfig."""
-    architecture(file)
-    try:
+    with errors_naming(file.path):
         hf = _settings(file)
         return hf, config_from_hf(hf)
-    except UnsupportedModelError as error:
-        message = str(error).removeprefix("config.json: ")
-        raise UnsupportedModelError(f"{file.path}: {message}") from None
-    except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
-        raise InputError(f"{file.path}: a setting has the wrong type ({error})") from None
 
 
 def open_tensors(file: GgufFile) -> dict[str, TensorSource]:
     """Return tensors by Hugging Face's names; unknown names stay, for the error of `match`."""
-    found = architecture(file)
-    counts = {"attn_q": file.metadata.get(f"{found[0]}.attention.head_count")}
-    counts["attn_k"] = file.metadata.get(f"{found[0]}.attention.head_count_kv", counts["attn_q"])
-    heads = {
-        f"{module}.{kind}": count for module, count in counts.items() for kind in ("weight", "bias")
-    }
-    sources, names = {}, _names(file)
-    layers = _layers(file, found[0])
-    columns = _reordered_columns(file) if found[0] == "glm4" else None
-    for name, tensor in file.tensors.items():
-        if name in ROPE_TENSORS or _is_drafter(name, layers):
+    config, name = read_config(file)[1], _architecture(file)
+    heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
+    columns = None
+    if name == "glm4" and np.any(file.metadata.get("glm4.rope.dimension_sections", 0)):
+        # In files of GLM-4 with images, the columns of a pair are half of the rotated ones apart.
+        assert config.rope is not None
+        columns = config.rope.columns(config.head_dim)
+    sources, names = {}, _names(file, config)
+    for stored, tensor in file.tensors.items():
+        if stored in ROPE_TENSORS or _is_drafter(stored, config.num_layers):
             continue
-        reordered = heads.get(name.split(".", 2)[-1])
-        turned = reordered if found[1].permuted or columns else None
-        shift = found[1].shift if name.endswith("norm.weight") else 0
-        read = functools.partial(_read, file, name, turned, shift, columns)
-        full = names.get(name, name)
-        release = functools.partial(file.release, name)
+        parts = stored.split(".")  # blk, number, module, weight or bias
+        reordered = len(parts) == 4 and (name in PERMUTED or columns)
+        turned = heads.get(parts[2]) if reordered else None
+        shift = int(config.norms_minus_one and stored.endswith("norm.weight"))
+        read = functools.partial(_read, file, stored, turned, shift, columns)
+        full, release = names.get(stored, stored), functools.partial(file.release, stored)
         sources[full] = TensorSource(full, file.path, tensor.shape, tensor.dtype, read, release)
-    for key, name in FITTED.items():
+    for key, parameter in FITTED.items():
         try:
             values = np.atleast_1d(np.asarray(file.metadata.get(key, ()), np.float32))
         except (TypeError, ValueError):
             raise InputError(f"{file.path}: {key} holds no numbers; get the file again") from None
-        for layer, value in enumerate(values):
-            full, one = f"model.layers.{layer}.{name}", np.array([value])
-            read = functools.partial(np.copy, one)
-            sources[full] = TensorSource(full, file.path, one.shape, one.dtype, read, lambda: None)
+        for layer, one in enumerate(values.reshape(-1, 1)):
+            full = f"model.layers.{layer}.{parameter}"
+            sources[full] = TensorSource(full, file.path, one.shape, one.dtype, one.copy)
     return sources
 
 
@@ -145,15 +117,15 @@ def wide_tensors(file: GgufFile) -> set[str]:
 
     A file such as Q4_K_M has some. In a file without matrices in four bits, none counts.
     """
-    names = _names(file)
+    names = _names(file, read_config(file)[1])
     matrices = {n: t for n, t in file.tensors.items() if n.startswith("blk.") and len(t.shape) > 1}
     wide = {n for n, t in matrices.items() if 8 * t.size > FOUR_BITS * math.prod(t.shape)}
     return set() if len(wide) == len(matrices) else {names.get(name, name) for name in wide}
 
 
-def _names(file: GgufFile) -> dict[str | None, str]:
+def _names(file: GgufFile, config: ModelConfig) -> dict[str | None, str]:
     """Return Hugging Face's names of tensors by GGUF's, from the table of llama.cpp's converter."""
-    config, name = read_config(file)[1], architecture(file)[0]
+    name = _architecture(file)
     kinds = {known: kind for kind, known in file.package.MODEL_ARCH_NAMES.items()}
     if name not in kinds:
         raise InputError(f"{file.path}: the gguf package does not know {name}; upgrade it")
@@ -164,62 +136,40 @@ def _names(file: GgufFile) -> dict[str | None, str]:
     return {"output.weight": "lm_head.weight"} | named
 
 
-def _layers(file: GgufFile, name: str) -> Any:
-    """Return the number of layers, without those that only draft tokens, which come last."""
-    count = file.metadata.get(f"{name}.block_count")
-    drafting = file.metadata.get(f"{name}.nextn_predict_layers") or 0
-    return count - drafting if isinstance(count, int) and isinstance(drafting, int) else count
-
-
-def _is_drafter(name: str, layers: Any) -> bool:
-    """Whether a tensor belongs to a layer after the first `layers`."""
+def _is_drafter(name: str, layers: int) -> bool:
+    """Whether a tensor belongs to a layer after the first `layers`, which only drafts tokens."""
     number = name.split(".", 2)[1] if name.startswith("blk.") else ""
-    numbered = number.isdecimal() and len(number) < 9  # Python refuses thousands of digits
-    return numbered and isinstance(layers, int) and int(number) >= layers
+    # Python refuses thousands of digits.
+    return number.isdecimal() and len(number) < 9 and int(number) >= layers
 
 
-def _reordered_columns(file: GgufFile) -> int | None:
-    """Return how many columns of a head are reordered in GLM-4's files of models with images.
-
-    The pairs of their rotation are half of these columns apart; in the model they are neighbours.
-    """
-    if not np.any(file.metadata.get("glm4.rope.dimension_sections", 0)):
-        return None
-    columns = file.metadata.get("glm4.rope.dimension_count")
-    if type(columns) is not int or columns < 2 or columns % 2:
-        raise InputError(f"{file.path}: rope.dimension_count is {columns!r}; get the file again")
-    return columns
-
-
-def architecture(file: GgufFile) -> tuple[str, Architecture]:
+def _architecture(file: GgufFile) -> str:
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise UnsupportedModelError(
-            f"{file.path}: architecture {name!r} is not supported "
-            f"(supported: {', '.join(ARCHITECTURES)})"
+            f"architecture {name!r} is not supported (supported: {', '.join(ARCHITECTURES)})"
         )
     parts = file.metadata.get("split.count", 0)
     if parts not in (0, 1):
         raise UnsupportedModelError(
-            f"{file.path}: one of {parts} parts of a model; join them with llama.cpp's "
+            f"one of {parts} parts of a model; join them with llama.cpp's "
             "`llama-gguf-split --merge`"
         )
-    return name, ARCHITECTURES[name]
+    return name
 
 
 def _settings(file: GgufFile) -> dict[str, Any]:
-    name, kind = architecture(file)
-    data = file.metadata
-    hf: dict[str, Any] = {"model_type": kind.model_type, "hidden_act": kind.activation}
-    hf["hidden_activation"] = kind.activation  # Gemma's name of it
+    name, data = _architecture(file), file.metadata
+    hf: dict[str, Any] = {"model_type": ARCHITECTURES[name]}
     hf |= {ours: data.get(f"{name}.{theirs}") for ours, theirs in SETTINGS.items()}
     hf |= {ours: data.get(f"tokenizer.ggml.{theirs}") for ours, theirs in TOKENS.items()}
-    hf["num_hidden_layers"] = _layers(file, name)
     hf = {setting: value for setting, value in hf.items() if value is not None}
-    hf |= _end_tokens(file) | rope_settings(file, name)
+    if drafting := data.get(f"{name}.nextn_predict_layers"):
+        hf["num_hidden_layers"] -= drafting  # the last ones
+    hf |= _end_tokens(file) | _rope_settings(file, name)
     embedding = file.tensors.get("token_embd.weight")
     hf["vocab_size"] = embedding.shape[0] if embedding else None
-    for token in ("bos_token_id", "pad_token_id"):  # in some files an invalid number means none
+    for token in TOKENS:  # in some files an invalid number means none
         if embedding and not 0 <= hf.get(token, 0) < embedding.shape[0]:
             del hf[token]
     hf["tie_word_embeddings"] = "output.weight" not in file.tensors
@@ -233,22 +183,17 @@ def _settings(file: GgufFile) -> dict[str, Any]:
 def _special_settings(name: str, hf: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings that llama.cpp derives from the architecture instead of storing them."""
     layers = hf.get("num_hidden_layers")
-    if not isinstance(layers, int) or not 0 < layers < 10_000:
-        return {}  # refused later
-    kinds = (FULL, SLIDING)
     if name in ("cohere2", "exaone4"):
         window, pattern = hf.get("sliding_window"), f"{name}.attention.sliding_window_pattern"
         given = data.get(pattern)
         if given is None or isinstance(given, int):
             return {"sliding_window": window, "sliding_window_pattern": given or 4}
-        types = [kinds[bool(sliding)] for sliding in given][:layers]
+        types = [SLIDING if sliding else FULL for sliding in given][:layers]
         return {"sliding_window": window, "layer_types": types}
     if name == "mistral3" and data.get("mistral3.attention.temperature_scale"):
         raise UnsupportedModelError("attention.temperature_scale (Ministral 3) is not supported")
     if name == "starcoder2" and layers in (30, 32, 40):  # other sizes are IBM's, without a window
         return {"sliding_window": hf.get("sliding_window", 4096)}
-    if name == "smollm3":
-        return {"no_rope_layers": [int((i + 1) % 4 != 0) for i in range(layers)]}
     if name == "olmo2" and hf.get("sliding_window"):
         return {"model_type": "olmo3"}
     if name not in ("gemma2", "gemma3"):
@@ -256,11 +201,8 @@ def _special_settings(name: str, hf: Mapping[str, Any], data: Mapping[str, Any])
     # Queries of the 27B models are scaled by the hidden size per head.
     largest = layers == {"gemma2": 46, "gemma3": 62}[name]
     per_head = hf["hidden_size"] // hf["num_attention_heads"] if largest else hf.get("head_dim")
-    period = {"gemma2": 2, "gemma3": 6}[name]
-    if name == "gemma3" and not hf.get("sliding_window"):
-        period = 1  # no windows
-    types = [kinds[(i + 1) % period != 0] for i in range(layers)]
-    return {"query_pre_attn_scalar": per_head, "layer_types": types}
+    windowed = name == "gemma2" or hf.get("sliding_window")
+    return {"query_pre_attn_scalar": per_head} | ({} if windowed else {"sliding_window_pattern": 1})
 
 
 def _end_tokens(file: GgufFile) -> dict[str, Any]:
@@ -275,6 +217,72 @@ def _end_tokens(file: GgufFile) -> dict[str, Any]:
     return {"eos_token_id": unique} if unique else {}
 
 
+def _rope_settings(file: GgufFile, name: str) -> dict[str, Any]:
+    """Return `rope_scaling` and `partial_rotary_factor`."""
+    data = file.metadata
+    hf: dict[str, Any] = {"rope_scaling": None}
+    width = data.get(f"{name}.rope.dimension_count")
+    head = data.get(f"{name}.attention.key_length")
+    if head is None and (heads := data.get(f"{name}.attention.head_count")):
+        head = data.get(f"{name}.embedding_length", 0) // heads
+    if width and head and name != "nemotron":  # whose converter takes a share of another size
+        hf["partial_rotary_factor"] = width / head
+    scaling = f"{name}.rope.scaling"
+    kind, factor = data.get(f"{scaling}.type"), data.get(f"{scaling}.factor")
+    factor = factor or data.get(f"{name}.rope.scale_linear")  # the former key
+    if kind is None and factor not in (None, 0, 1):
+        kind = "linear"
+    if kind in ("linear", "yarn"):
+        turns = {f"beta_{end}": data.get(f"{scaling}.yarn_beta_{end}") for end in ("fast", "slow")}
+        hf["rope_scaling"] = {"rope_type": kind, "factor": factor} | turns
+        if kind == "yarn":
+            _check_yarn(data, scaling, factor)
+    elif kind not in (None, "none", "longrope"):
+        raise UnsupportedModelError(f"rope.scaling.type {kind!r} is not supported")
+    if "rope_freqs.weight" in file.tensors:
+        theta = data.get(f"{name}.rope.freq_base") or 10000.0
+        hf["rope_scaling"] = _llama3(file.read("rope_freqs.weight"), float(theta))
+    if ROPE_TENSORS[1] in file.tensors and ROPE_TENSORS[2] in file.tensors:
+        factors = {
+            f"{length}_factor": file.read(f"rope_factors_{length}.weight").tolist()
+            for length in ("long", "short")
+        }
+        hf["rope_scaling"] = {"type": "longrope"} | factors
+    return hf
+
+
+def _check_yarn(data: Mapping[str, Any], prefix: str, factor: Any) -> None:
+    """Refuse settings of YaRN that change the length of queries and keys from the usual one.
+
+    Files have 1 for the usual factor, or its value, as for OLMo 3.
+    """
+    usual = 0.1 * math.log(factor) + 1 if isinstance(factor, int | float) and factor > 0 else 1.0
+    known = {
+        "attn_factor": (1.0, usual),
+        "yarn_attn_factor": (1.0, usual),
+        "yarn_ext_factor": (1.0,),
+        "yarn_log_multiplier": (0.0,),
+    }
+    for key, values in known.items():
+        given = data.get(f"{prefix}.{key}", values[0])
+        if not isinstance(given, int | float) or not np.isclose(given, values, rtol=1e-3).any():
+            raise UnsupportedModelError(f"rope.scaling.{key} {given} is not supported")
+
+
+def _llama3(factors: np.ndarray, theta: float) -> dict[str, Any]:
+    """Recover the settings of the rope type "llama3" from its factors of the frequencies."""
+    factors = factors.astype(np.float64)
+    scaling: dict[str, Any] = LLAMA3 | {"factor": float(factors.max())}
+    turns = 8192 * theta ** -(np.arange(factors.size) / factors.size) / (2 * np.pi)
+    kept = np.clip((turns - 1.0) / 3.0, 0.0, 1.0)
+    expected = 1.0 / (kept + (1.0 - kept) / max(scaling["factor"], 1.0))
+    if not np.allclose(factors, expected, rtol=1e-3):
+        raise UnsupportedModelError(
+            "frequency factors (rope_freqs.weight) other than LLaMA 3's are not supported"
+        )
+    return scaling
+
+
 def _read(
     file: GgufFile, name: str, heads: int | None, shift: int, columns: int | None
 ) -> np.ndarray:
@@ -285,7 +293,7 @@ def _read(
     """
     tensor = file.read(name)
     if heads is not None:
-        if type(heads) is not int or heads < 1 or tensor.shape[0] % (2 * heads):
+        if tensor.shape[0] % (2 * heads):
             raise InputError(f"{file.path}: {name} cannot have {heads} heads; get the file again")
         by_head = tensor.reshape(heads, -1, *tensor.shape[1:])
         pairs = (-1, 2) if columns is None else (2, -1)

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,10 +16,10 @@ import numpy as np
 
 from infinigen_jax.checkpoint.safetensors import SafetensorsFile
 from infinigen_jax.checkpoint.torch_file import TorchFile
-from infinigen_jax.errors import InputError, UnsupportedModelError
+from infinigen_jax.errors import InputError
 from infinigen_jax.files.regular import LARGEST_JSON, expanded, open_regular, read_json
 from infinigen_jax.models import ModelConfig, config_from_hf
-from infinigen_jax.models.hf import end_tokens, language_model
+from infinigen_jax.models.hf import end_tokens, errors_naming, language_model
 from infinigen_jax.numeric import listed
 
 EMBEDDED = ("books-llama", "tiny-llama", "tiny-opt")  # models in this package, by name
@@ -29,19 +29,9 @@ LARGEST_SIDE_FILE = 8 * LARGEST_JSON  # bytes; tokenizers have up to 35 MB
 # Files copied to a conversion: those that transformers reads, and licences. Python code that a
 # folder may hold and unrelated files of the user are not copied.
 SIDE_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "LICENSE*",
-    "NOTICE*",
-    "USE_POLICY*",
+    *("generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json", "LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
 
 
@@ -99,7 +89,11 @@ def weight_files(folder: Path) -> list[Path]:
             return [folder / single]
         index = folder / f"{single}.index.json"
         if os.path.lexists(index):
-            return [index, *_shards(index)]
+            names = shard_names(index)
+            if missing := [name for name in names if not (folder / name).exists()]:
+                absent = ", ".join(missing)
+                raise InputError(f"{index}: names missing files: {absent}; get them again")
+            return [index, *(folder / name for name in names)]
     raise InputError(f"{folder}: {_why_no_weights(folder)}")
 
 
@@ -111,23 +105,17 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     """
     remedy = "a Hugging Face model folder has one: give such a folder, or get the file again"
     whole = read_json(folder / "config.json", remedy)
-    try:
+    with errors_naming(folder / "config.json"):
         hf = language_model(whole)
         if hf["model_type"] != whole.get("model_type"):
             hf |= _tied(folder)
         config = config_from_hf(hf)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{folder}/{error}") from None
-    except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError) as error:
-        raise InputError(f"{folder}/config.json: a setting has the wrong type ({error})") from None
     generation = folder / "generation_config.json"
     settings = read_json(generation) if os.path.lexists(generation) else {}
     if settings.get("eos_token_id") is None:
         return hf, config
-    try:
+    with errors_naming(generation):
         eos_ids = end_tokens(settings, config.vocab_size)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{folder}/generation_{error}") from None
     return hf, dataclasses.replace(config, eos_ids=eos_ids)
 
 
@@ -144,41 +132,37 @@ def _tied(folder: Path) -> dict[str, bool]:
 
 def open_tensors(folder: Path) -> dict[str, TensorSource]:
     """Open all tensors of a model folder, keyed by name; see `weight_files`."""
-    first = weight_files(folder)[0]
-    return open_shards(first) if first.suffix == ".json" else open_file(first)
+    return open_files(weight_files(folder))
 
 
-def open_shards(index: Path) -> dict[str, TensorSource]:
-    """Open all tensors of the files that an index names, keyed by name."""
-    tensors = {}
-    for opened in map(open_file, _shards(index)):
-        if twice := sorted(opened.keys() & tensors.keys()):
-            raise InputError(f"{index}: two files have {twice[0]}; get them again")
-        tensors |= opened
+def open_files(paths: Iterable[Path]) -> dict[str, TensorSource]:
+    """Open all tensors of weight files, keyed by name; an index among them is passed over."""
+    tensors: dict[str, TensorSource] = {}
+    for path in paths:
+        if path.suffix == ".json":
+            continue
+        file: SafetensorsFile | TorchFile
+        file = SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
+        release = getattr(file, "release", lambda name: None)
+        for name, tensor in file.tensors.items():
+            if name in tensors:
+                raise InputError(f"{path}: two files have {name}; get them again")
+            read, drop = functools.partial(file.read, name), functools.partial(release, name)
+            tensors[name] = TensorSource(name, path, tensor.shape, tensor.dtype, read, drop)
     return tensors
 
 
-def _shards(index: Path) -> list[Path]:
-    names = shard_names(index)
-    if missing := [name for name in names if not (index.parent / name).exists()]:
-        raise InputError(f"{index}: names missing files: {', '.join(missing)}; get them again")
-    return [index.parent / name for name in names]
-
-
 def shard_names(index: Path) -> list[str]:
-    """Return the names of the files that an index names, which may be missing."""
-    return sorted(set(_weight_map(index).values()))
-
-
-def open_file(path: Path) -> dict[str, TensorSource]:
-    file: SafetensorsFile | TorchFile
-    file = SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
-    sources = {}
-    release = getattr(file, "release", lambda name: None)
-    for name, tensor in file.tensors.items():
-        read, drop = functools.partial(file.read, name), functools.partial(release, name)
-        sources[name] = TensorSource(name, path, tensor.shape, tensor.dtype, read, drop)
-    return sources
+    """Return the names of the files that an index names; they may be missing from its folder."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InputError(f"{index}: has no weight_map; get it again")
+    kind = index.name.split(".")[1]
+    for shard in weight_map.values():
+        named = isinstance(shard, str) and "\0" not in shard and Path(shard).name == shard
+        if not named or not shard.endswith(f".{kind}"):
+            raise InputError(f"{index}: {shard!r} is not a file name in this folder, with .{kind}")
+    return sorted(set(weight_map.values()))
 
 
 def _why_no_weights(folder: Path) -> str:
@@ -189,17 +173,3 @@ def _why_no_weights(folder: Path) -> str:
     others = [f.name for kind in ("h5", "msgpack", "pth") for f in folder.glob(f"*.{kind}")]
     hint = f" ({sorted(others)[0]} has another format)" if others else ""
     return f"no weights here{hint}; {SAFETENSORS} or {TORCH} is needed"
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """Read the name of each tensor's shard; shards lie in the folder of the index."""
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise InputError(f"{index}: has no weight_map; get it again")
-    kind = index.name.split(".")[1]
-    for shard in weight_map.values():
-        if not isinstance(shard, str) or "\0" in shard or Path(shard).name != shard:
-            raise InputError(f"{index}: {shard!r} is not a file name in this folder")
-        if not shard.endswith(f".{kind}"):
-            raise InputError(f"{index}: {shard!r} is not a .{kind} file")
-    return weight_map

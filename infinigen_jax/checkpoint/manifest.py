@@ -1,35 +1,28 @@
 """Manifest of a conversion, and the files that only a converted folder has.
 
-    infinigen.json          format version, skewing method, calibration, SHA-256 of every file
-    infinigen.safetensors   query_basis, key_basis  [L, k, d, d] float32
-                            eigenvalues, key_mean   [L, k, d]    float32 (absent with skew none)
-                            sparse_loss             [L, 2]       float32 (likewise)
-                            row_loss                [L, 2, m]    float32 (likewise)
-                            row_shares              [m]          float32 (likewise)
-                            tail_keys, tail_values  [L, k, d, d] float32 (likewise)
+    infinigen.json               format version, skewing method, calibration, SHA-256 of every file
+    infinigen.safetensors        query_basis, key_basis              [L, k, d, d]
+      except with skew none      eigenvalues, key_mean               [L, k, d]
+                                 sparse_loss, row_loss, row_shares   [L, 2], [L, 2, m], [m]
+                                 tail_keys, tail_values              [L, k, d, d]
+      with skew balanced         svd_basis                           [L, k, d, d]
+                                 ahead_query_basis, ahead_key_basis  [L, k, d, d]
+    infinigen_ahead.safetensors  with skew balanced, the corrected query projection of every layer
+                                 in the dtype of the weights: layers.N.kernel [e, h*d] and .bias
 
-With skew balanced, also:
-
-    infinigen.safetensors         svd_basis                            [L, k, d, d] float32
-                                  ahead_query_basis, ahead_key_basis   [L, k, d, d] float32
-    infinigen_ahead.safetensors   layers.N.kernel [e, h*d] and layers.N.bias [h*d] of every layer,
-                                  in the dtype of the weights: the corrected query projection
-
-The weights are files of Hugging Face's layout. Conversions in the user's cache have none: they are
-read from the source.
-
-The ahead_ bases are balanced for the corrected query (`skew.basis.reduced_rank_basis`), the others
-for the true query.
-
-`row_loss` is the relative error of the hidden state after a layer's attention (`convert.loss`).
-Axis 1 says which query selects the rows: the layer's true query, or the query speculated one layer
-earlier. Axis 2 is the share of rows attended, one of `row_shares`. It is NaN where the calibration
-text is too short. `sparse_loss` is the error at the share that decides which layers are dense; its
-second query is speculated from the input of the layer before.
+Other arrays are float32. The weights are files of Hugging Face's layout. Conversions in the user's
+cache have none: they are read from the source.
 
 `eigenvalues` are those of the calibration queries' Gram matrix, in descending order. `key_mean` is
 in the coordinates of the keys that the converted weights produce, and so are the tail moments
-(`skew.tail_moments.BlockMoments`).
+(`skew.tail_moments.BlockMoments`). The ahead_ bases are balanced for the corrected query
+(`skew.basis.reduced_rank_basis`), the others for the true query.
+
+`row_loss` is the relative error of the hidden state after a layer's attention (`convert.loss`) with
+each of `row_shares` of the rows, selected by the layer's true query, and by the query speculated
+one layer earlier. It is NaN where the calibration text is too short. `sparse_loss` is the error at
+the share that decides which layers are dense; its second query is speculated from the input of the
+layer before.
 """
 
 import dataclasses
@@ -96,21 +89,20 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest = Manifest(**{name: value[name] for name in fields})
         frozenset(manifest.wide)  # a TypeError if they are not names
-        sizes = [(str(f["sha256"]), int(f["size"])) for f in manifest.files.values()]
+        files = {name: (f["sha256"], int(f["size"])) for name, f in manifest.files.items()}
     except (KeyError, TypeError, ValueError, AttributeError):
         raise InputError(f"{path}: damaged, fields are missing; {AGAIN}") from None
+    outside = [name for name in files if "\0" in name or Path(name).name != name]
+    problems = [f"damaged, {name!r} is not a file name" for name in outside]
+    problems += [
+        f"damaged, without {name}" for name in sorted({"config.json", SKEW_FILE} - files.keys())
+    ]
+    if manifest.skew not in SKEWS:
+        problems.append(f"damaged, skew {manifest.skew!r} is unknown")
     if manifest.speculate_from not in SOURCES:
-        source, known = manifest.speculate_from, " or ".join(SOURCES)
-        raise InputError(
-            f"{path}: speculate_from is {source!r}, this program reads {known}; {AGAIN}"
-        )
-    outside = [name for name in manifest.files if "\0" in name or Path(name).name != name]
-    unchecked = {"config.json", SKEW_FILE} - manifest.files.keys()
-    if outside or unchecked:
-        why = f"{outside[0]!r} is not a file name" if outside else f"without {min(unchecked)}"
-        raise InputError(f"{path}: damaged, {why}; {AGAIN}")
-    if manifest.skew not in SKEWS or not sizes:
-        raise InputError(f"{path}: damaged, skew {manifest.skew!r} is unknown; {AGAIN}")
+        problems.append(f"speculate_from is {manifest.speculate_from!r}, unknown to this program")
+    if problems:
+        raise InputError(f"{path}: {problems[0]}; {AGAIN}")
     return manifest
 
 

@@ -12,7 +12,6 @@ and the writer hashes and writes one tensor after another.
 import hashlib
 import json
 import math
-import mmap
 import os
 import struct
 from collections.abc import Mapping
@@ -24,7 +23,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from infinigen_jax.errors import InputError
-from infinigen_jax.files.mapped import countable, map_file, release_pages
+from infinigen_jax.files.regular import countable, map_file, release_pages
 
 DTYPES = {
     "F64": np.dtype(np.float64),
@@ -61,19 +60,22 @@ class TensorInfo(NamedTuple):
 
 
 class SafetensorsFile:
-    """A safetensors file, memory-mapped; `read` returns read-only views into the map."""
+    """A safetensors file, memory-mapped as `content`; `read` returns read-only views into it."""
 
     def __init__(self, path: Path):
         self.path = path
-        self._map = map_file(path)
+        self.content = map_file(path)
         try:
             safe_open(path, "np")  # checks the whole header; its tensors would be copies
         except MemoryError:
             raise InputError(f"{path}: too large for the memory; free some") from None
         except (SafetensorError, OSError) as error:
-            raise self._damaged(self._kind() or f"or truncated ({str(error)[:200]})") from None
-        (length,) = struct.unpack("<Q", self._map[:8])
-        header = json.loads(self._map[8 : 8 + length])
+            start = bytes(self.content[:64])
+            kinds = (why for magic, why in _OTHER_FORMATS.items() if start.startswith(magic))
+            why = next(kinds, f"or truncated ({str(error)[:200]})")
+            raise self._damaged(why) from None
+        (length,) = struct.unpack("<Q", self.content[:8])
+        header = json.loads(self.content[8 : 8 + length])
         header.pop("__metadata__", None)
         self.tensors = {name: self._info(name, entry, 8 + length) for name, entry in header.items()}
 
@@ -81,18 +83,12 @@ class SafetensorsFile:
         """Return a tensor as a read-only view of the mapped file, in its stored dtype."""
         info = self.tensors[name]
         count = math.prod(info.shape)
-        flat = np.frombuffer(self._map, info.dtype, count=count, offset=info.begin)
-        return flat.reshape(info.shape)
+        return np.frombuffer(self.content, info.dtype, count, info.begin).reshape(info.shape)
 
     def release(self, name: str) -> None:
         """Drop a tensor's pages from this process's memory; views stay valid and read again."""
         info = self.tensors[name]
-        release_pages(self._map, info.begin, info.end)
-
-    @property
-    def content(self) -> mmap.mmap | bytes:
-        """Bytes of the whole file."""
-        return self._map
+        release_pages(self.content, info.begin, info.end)
 
     def _info(self, name: str, entry: Mapping[str, Any], start: int) -> TensorInfo:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
@@ -101,10 +97,6 @@ class SafetensorsFile:
         if not countable(shape):
             raise self._damaged(f"{name} has an impossible shape")
         return TensorInfo(DTYPES[dtype], shape, start + begin, start + end)
-
-    def _kind(self) -> str | None:
-        start = bytes(self._map[:64])
-        return next((why for magic, why in _OTHER_FORMATS.items() if start.startswith(magic)), None)
 
     def _damaged(self, why: str) -> InputError:
         return InputError(f"{self.path}: not a valid safetensors file, {why}; get it again")
@@ -125,10 +117,9 @@ class SafetensorsWriter:
         layout: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
         metadata: Mapping[str, str] | None = None,
     ):
-        self._layout = dict(layout)
-        self._pending = list(self._layout)
+        self._layout, self._pending = dict(layout), list(layout)
         self._hash = hashlib.sha256()
-        self.size = 0
+        self._size = 0
         header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
         position = 0
         for name, (dtype, shape) in self._layout.items():
@@ -159,18 +150,18 @@ class SafetensorsWriter:
         self._pending.pop(0)
         self._write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
 
-    def close(self) -> str:
-        """Flush to disk and return the SHA-256 of the file in hexadecimal."""
+    def close(self) -> dict[str, Any]:
+        """Flush to disk; return the file's {"sha256": ..., "size": ...}."""
         if self._pending:
             raise ValueError(f"tensors never written: {', '.join(self._pending)}")
         self._file.flush()
         os.fsync(self._file.fileno())
-        return self._hash.hexdigest()
+        return {"sha256": self._hash.hexdigest(), "size": self._size}
 
     def _write(self, data: bytes | memoryview) -> None:
         self._file.write(data)
         self._hash.update(data)
-        self.size += len(data)
+        self._size += len(data)
 
 
 def tensor_bytes(dtype: Any, shape: tuple[int, ...]) -> int:

@@ -13,7 +13,6 @@ from infinigen_jax.checkpoint.safetensors import SafetensorsFile
 from infinigen_jax.errors import InputError
 from infinigen_jax.models import ModelConfig, Params
 
-TAIL_MOMENTS = ("tail_keys", "tail_values")  # `Model.tail_moments`
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -44,29 +43,26 @@ def read_skew(folder: Path, manifest: Manifest, config: ModelConfig) -> dict[str
     """Read the skewing results as keyword arguments of Model."""
     file = SafetensorsFile(folder / SKEW_FILE)
     square = (config.num_layers, config.num_kv_heads, config.head_dim, config.head_dim)
-    names = ["query_basis", "key_basis"]
-    if manifest.skew != "none":
-        names += TAIL_MOMENTS
-        for name in ("eigenvalues", "key_mean"):
-            _check_tensor(file, name, square[:-1])
-    if manifest.skew == "balanced":
-        names += ["svd_basis", "ahead_query_basis", "ahead_key_basis"]
-    for name in names:
-        _check_tensor(file, name, square)
-    none = (None,) * config.num_layers
+
+    def matrices(name: str) -> np.ndarray:
+        return _tensor(file, name, square)
+
+    fields: dict[str, Any] = {"bases": (None,) * config.num_layers}
+    query, key = matrices("query_basis"), matrices("key_basis")
     if manifest.skew == "none":
-        return {"bases": none}
-    fields: dict[str, Any] = {"key_mean": np.array(file.read("key_mean"))}
+        return fields
+    _tensor(file, "eigenvalues", square[:-1])
+    fields["key_mean"] = np.array(_tensor(file, "key_mean", square[:-1]))
     fields |= read_loss(file, config)
     # Used once, when an engine starts, so they stay in their file.
-    fields["tail_moments"] = tuple(file.read(name) for name in TAIL_MOMENTS)
+    fields["tail_moments"] = matrices("tail_keys"), matrices("tail_values")
     if manifest.absorbed:
-        return fields | {"bases": none}
-    fields["bases"] = _bases(file.read("query_basis"), file.read("key_basis"))
+        return fields
+    fields["bases"] = _bases(query, key)
     if manifest.skew == "balanced":
-        orthogonal = file.read("svd_basis")
+        orthogonal = matrices("svd_basis")
         fields["svd_bases"] = _bases(orthogonal, orthogonal)
-        ahead = _bases(file.read("ahead_query_basis"), file.read("ahead_key_basis"))
+        ahead = _bases(matrices("ahead_query_basis"), matrices("ahead_key_basis"))
         projections = _read_projections(folder / AHEAD_FILE, config)
         fields["ahead"] = tuple(map(Ahead, projections, ahead))
         fields["speculate_from"] = manifest.speculate_from
@@ -82,9 +78,7 @@ def read_loss(file: SafetensorsFile, config: ModelConfig) -> dict[str, np.ndarra
         "row_shares": (count,),
         "row_loss": (config.num_layers, 2, count),
     }
-    for name, shape in shapes.items():
-        _check_tensor(file, name, shape)
-    losses = {name: np.array(file.read(name)) for name in shapes}
+    losses = {name: np.array(_tensor(file, name, shape)) for name, shape in shapes.items()}
     bounded = np.concatenate([[0.0], losses["row_shares"], [1.0]])
     if not count or not np.all(np.diff(bounded) > 0):
         raise InputError(f"{file.path}: row_shares are not ascending shares; {AGAIN}")
@@ -93,12 +87,10 @@ def read_loss(file: SafetensorsFile, config: ModelConfig) -> dict[str, np.ndarra
 
 def _read_projections(path: Path, config: ModelConfig) -> list[Params]:
     """Return the corrected query projections as views of the mapped file."""
-    file = SafetensorsFile(path)
-    projections = []
+    file, projections = SafetensorsFile(path), []
     for i in range(config.num_layers):
-        for name, shape in ahead_shapes(config, i).items():
-            _check_tensor(file, name, shape, DTYPES)
-        kernel, bias = map(file.read, ahead_shapes(config, i))
+        shapes = ahead_shapes(config, i).items()
+        kernel, bias = (_tensor(file, name, shape, DTYPES) for name, shape in shapes)
         projections.append({"weight": kernel.T, "bias": bias})
     return projections
 
@@ -109,14 +101,16 @@ def ahead_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     return {kernel: (config.hidden_size, config.query_width), bias: (config.query_width,)}
 
 
-def _check_tensor(
+def _tensor(
     file: SafetensorsFile, name: str, shape: tuple[int, ...], dtypes: Sequence[str] = ("float32",)
-) -> None:
+) -> np.ndarray:
+    """Read a tensor after checking its shape and dtype."""
     tensor = file.tensors.get(name)
     if tensor is None or tensor.shape != shape or tensor.dtype.name not in dtypes:
         shown = "missing" if tensor is None else f"{tensor.dtype} {tensor.shape}"
         expected = f"{' or '.join(dtypes)} {shape}"
         raise InputError(f"{file.path}: {name} is {shown} instead of {expected}; {AGAIN}")
+    return file.read(name)
 
 
 def _bases(query: np.ndarray, key: np.ndarray) -> tuple[Basis, ...]:

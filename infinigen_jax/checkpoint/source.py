@@ -46,8 +46,8 @@ def wide_matrices(source: Path, architecture: Blueprint) -> frozenset[str]:
         return frozenset(map(str, given) if isinstance(given, list) else ())
     wide = gguf_model.wide_tensors(GgufFile(source))
     layers = expected(architecture).layers
-    names = {spec.rule.path[0] for layer in layers for spec in layer if spec.name in wide}
-    # They are joined, see `models.packed`.
+    names = {spec.path[0] for layer in layers for spec in layer if spec.name in wide}
+    # They are joined, see `models.linear`.
     return frozenset(names | {"q", "kv"} if names & {"q", "kv", "qkv"} else names)
 
 

@@ -1,12 +1,11 @@
 """Table of Hugging Face tensor names and parameter paths for each family.
 
-A rule says: the tensor `name` is part `part` of `parts` of the parameter at `path`. Parts are
+A rule says: the stored module `name` is part `part` of `parts` of the module `module`. Parts are
 joined on the first (output) axis. Matching is strict: one error lists all missing, unexpected,
 duplicate and mis-shaped tensors.
 """
 
 import functools
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,8 +16,8 @@ from jaxtyping import Array
 
 from infinigen_jax.checkpoint.hf_folder import TensorSource
 from infinigen_jax.errors import InputError
-from infinigen_jax.models import Blueprint, ModelConfig, Params
-from infinigen_jax.models.packed import join
+from infinigen_jax.models import Blueprint, Params
+from infinigen_jax.models.linear import join
 
 # The longest first. Language models within models of text and images have the first three.
 PREFIXES = (
@@ -48,164 +47,118 @@ HARMLESS = (
 # Unused parts: of models of text and images, and drafters.
 UNUSED = ("vision_tower.", "multi_modal_projector.", "visual.", "mtp.")
 LISTED = 20  # tensors named per kind of error
+# Endings of names in files, by names of parameters, in the order of written files.
+ENDINGS = {
+    **dict.fromkeys(("weight", "scale", "embedding"), "weight"),
+    **{"bias": "bias", "positive": "alpha_p", "negative": "alpha_n"},
+}
 
 
 class Rule(NamedTuple):
-    """Line of a table, relative to layer or model; a `gain` is a norm's scale stored minus 1."""
+    """Line of a table, relative to layer or model; ignored by models without the module."""
 
     name: str
-    path: tuple[str, str]
+    module: str
     part: int = 0
     parts: int = 1
-    gain: bool = False
 
 
-def _linear(name: str, module: str, part: int = 0, parts: int = 1) -> list[Rule]:
-    return [
-        Rule(f"{name}.weight", (module, "weight"), part, parts),
-        Rule(f"{name}.bias", (module, "bias"), part, parts),
-    ]
-
-
-def _norm(name: str, module: str) -> list[Rule]:
-    return [
-        Rule(f"{name}.weight", (module, "scale")),
-        Rule(f"{name}.bias", (module, "bias")),
-    ]
-
-
-class Table(NamedTuple):
-    """A family's rules, and the prefix of its tensors in written files.
-
-    Rules of parameters that a model lacks are ignored.
-    """
-
-    prefix: str
-    embedding: list[Rule]
-    layer: list[Rule]
-
-
-ATTENTION = [
-    *_linear("self_attn.q_proj", "q"),
-    *_linear("self_attn.k_proj", "kv", 0, 2),
-    *_linear("self_attn.v_proj", "kv", 1, 2),
-    *_linear("self_attn.o_proj", "o"),
+QKV = [
+    Rule("self_attn.q_proj", "q"),
+    Rule("self_attn.k_proj", "kv", 0, 2),
+    Rule("self_attn.v_proj", "kv", 1, 2),
 ]
-DOWN = _linear("mlp.down_proj", "down")
+ATTENTION = [*QKV, Rule("self_attn.o_proj", "o")]
+DOWN = Rule("mlp.down_proj", "down")
 MLP = [
-    *_linear("mlp.gate_proj", "gate_up", 0, 2),
-    *_linear("mlp.up_proj", "gate_up", 1, 2),
-    *_linear("mlp.up_proj", "up"),  # without gate
-    *DOWN,
+    Rule("mlp.gate_proj", "gate_up", 0, 2),
+    Rule("mlp.up_proj", "gate_up", 1, 2),
+    Rule("mlp.up_proj", "up"),  # without gate
+    DOWN,
 ]
-JOINED_MLP = [*_linear("mlp.gate_up_proj", "gate_up"), *DOWN]
-PRE_NORMS = [
-    *_norm("input_layernorm", "attention_norm"),
-    *_norm("post_attention_layernorm", "mlp_norm"),
+JOINED_MLP = [Rule("mlp.gate_up_proj", "gate_up"), DOWN]
+ATTENTION_NORM = Rule("input_layernorm", "attention_norm")
+PRE_NORMS = [ATTENTION_NORM, Rule("post_attention_layernorm", "mlp_norm")]
+ATTENTION_POST_NORM = Rule("post_attention_layernorm", "attention_post_norm")
+MLP_POST_NORM = Rule("post_feedforward_layernorm", "mlp_post_norm")
+HEAD_NORMS = [Rule("self_attn.q_norm", "q_norm"), Rule("self_attn.k_norm", "k_norm")]
+
+BODY = [*ATTENTION, *HEAD_NORMS, *MLP]
+LLAMA = [*PRE_NORMS, *BODY]  # of families that TABLES lacks
+OLMO = [*ATTENTION, *HEAD_NORMS, ATTENTION_POST_NORM, MLP_POST_NORM, *MLP]
+GEMMA = [
+    ATTENTION_NORM,
+    ATTENTION_POST_NORM,
+    Rule("pre_feedforward_layernorm", "mlp_norm"),
+    MLP_POST_NORM,
+    *BODY,
 ]
-POST_NORMS = [
-    *_norm("post_attention_layernorm", "attention_post_norm"),
-    *_norm("post_feedforward_layernorm", "mlp_post_norm"),
-]
-HEAD_NORMS = [*_norm("self_attn.q_norm", "q_norm"), *_norm("self_attn.k_norm", "k_norm")]
-EMBEDDING = [
-    Rule("embed_tokens.weight", ("tokens", "embedding")),
-    *_norm("norm", "norm"),
-    *_linear("lm_head", "head"),
-]
-GEMMA_NORMS = [
-    *_norm("input_layernorm", "attention_norm"),
-    *_norm("post_attention_layernorm", "attention_post_norm"),
-    *_norm("pre_feedforward_layernorm", "mlp_norm"),
-    *_norm("post_feedforward_layernorm", "mlp_post_norm"),
-]
-
-
-def _table(*layer: list[Rule], gains: bool = False) -> Table:
-    """Return a table of rules; with `gains`, the scales of norms are stored minus 1."""
-
-    def stored(rule: Rule) -> Rule:
-        return rule._replace(gain=gains and rule.path[1] == "scale")
-
-    return Table("model.", [*map(stored, EMBEDDING)], [*map(stored, itertools.chain(*layer))])
-
-
-LLAMA = _table(PRE_NORMS, ATTENTION, HEAD_NORMS, MLP)  # of families that TABLES lacks
-OLMO = _table(ATTENTION, HEAD_NORMS, POST_NORMS, MLP)
-GEMMA = _table(GEMMA_NORMS, ATTENTION, HEAD_NORMS, MLP, gains=True)
 
 TABLES = {
     **dict.fromkeys(("exaone4", "olmo2", "olmo3"), OLMO),
-    **dict.fromkeys(("gemma", "nemotron"), _table(PRE_NORMS, ATTENTION, MLP, gains=True)),
     **dict.fromkeys(("gemma2", "gemma3", "vaultgemma"), GEMMA),
-    "apertus": _table(
-        _norm("attention_layernorm", "attention_norm"),
-        _norm("feedforward_layernorm", "mlp_norm"),
-        ATTENTION,
-        HEAD_NORMS,
-        MLP,
-        [Rule("mlp.act_fn.alpha_p", ("activation", "positive"))],
-        [Rule("mlp.act_fn.alpha_n", ("activation", "negative"))],
-    ),
-    "glm": _table(PRE_NORMS, ATTENTION, JOINED_MLP),
-    "glm4": _table(
-        PRE_NORMS,
-        _norm("post_self_attn_layernorm", "attention_post_norm"),
-        _norm("post_mlp_layernorm", "mlp_post_norm"),
-        ATTENTION,
-        JOINED_MLP,
-    ),
-    "hunyuan_v1_dense": _table(
-        PRE_NORMS,
-        ATTENTION,
-        _norm("self_attn.query_layernorm", "q_norm"),
-        _norm("self_attn.key_layernorm", "k_norm"),
-        MLP,
-    ),
-    "hyperclovax": _table(
-        PRE_NORMS,
-        _norm("post_norm1", "attention_post_norm"),
-        _norm("post_norm2", "mlp_post_norm"),
-        ATTENTION,
-        MLP,
-    ),
-    "phi3": _table(
-        PRE_NORMS,
-        _linear("self_attn.qkv_proj", "qkv"),
-        _linear("self_attn.o_proj", "o"),
-        JOINED_MLP,
-    ),
-    "starcoder2": _table(
-        PRE_NORMS, ATTENTION, _linear("mlp.c_fc", "up"), _linear("mlp.c_proj", "down")
-    ),
-    "opt": Table(
-        prefix="model.decoder.",
-        embedding=[
-            Rule("embed_tokens.weight", ("tokens", "embedding")),
-            Rule("embed_positions.weight", ("positions", "embedding")),
-            *_norm("final_layer_norm", "norm"),
-            *_linear("lm_head", "head"),
-        ],
-        layer=[
-            *_norm("self_attn_layer_norm", "attention_norm"),
-            *_linear("self_attn.q_proj", "q"),
-            *_linear("self_attn.k_proj", "kv", 0, 2),
-            *_linear("self_attn.v_proj", "kv", 1, 2),
-            *_linear("self_attn.out_proj", "o"),
-            *_norm("final_layer_norm", "mlp_norm"),
-            *_linear("fc1", "up"),
-            *_linear("fc2", "down"),
-        ],
-    ),
+    "apertus": [
+        Rule("attention_layernorm", "attention_norm"),
+        Rule("feedforward_layernorm", "mlp_norm"),
+        *BODY,
+        Rule("mlp.act_fn", "activation"),
+    ],
+    "glm": [*PRE_NORMS, *ATTENTION, *JOINED_MLP],
+    "glm4": [
+        *PRE_NORMS,
+        Rule("post_self_attn_layernorm", "attention_post_norm"),
+        Rule("post_mlp_layernorm", "mlp_post_norm"),
+        *ATTENTION,
+        *JOINED_MLP,
+    ],
+    "hunyuan_v1_dense": [
+        *PRE_NORMS,
+        *ATTENTION,
+        Rule("self_attn.query_layernorm", "q_norm"),
+        Rule("self_attn.key_layernorm", "k_norm"),
+        *MLP,
+    ],
+    "hyperclovax": [
+        *PRE_NORMS,
+        Rule("post_norm1", "attention_post_norm"),
+        Rule("post_norm2", "mlp_post_norm"),
+        *BODY,
+    ],
+    "phi3": [
+        *PRE_NORMS,
+        Rule("self_attn.qkv_proj", "qkv"),
+        Rule("self_attn.o_proj", "o"),
+        *JOINED_MLP,
+    ],
+    "starcoder2": [
+        *PRE_NORMS,
+        *ATTENTION,
+        Rule("mlp.c_fc", "up"),
+        Rule("mlp.c_proj", "down"),
+    ],
+    "opt": [
+        Rule("self_attn_layer_norm", "attention_norm"),
+        *QKV,
+        Rule("self_attn.out_proj", "o"),
+        Rule("final_layer_norm", "mlp_norm"),
+        Rule("fc1", "up"),
+        Rule("fc2", "down"),
+    ],
 }
 
 
 class TensorSpec(NamedTuple):
-    """A tensor that a model of this shape must have: its full name and shape in the file."""
+    """A tensor that a model of this shape must have: its full name and shape in the file.
+
+    It is part `part` of `parts` of the parameter at `path`; a `gain` is stored minus 1.
+    """
 
     name: str
     shape: tuple[int, ...]
-    rule: Rule
+    path: tuple[str, str]
+    part: int = 0
+    parts: int = 1
+    gain: bool = False
 
 
 class TensorSpecs(NamedTuple):
@@ -221,60 +174,74 @@ class TensorSpecs(NamedTuple):
 
 def expected(blueprint: Blueprint) -> TensorSpecs:
     """List the tensors of a checkpoint of this architecture."""
-    table = TABLES.get(blueprint.config.family, LLAMA)
-    shapes = blueprint.layer_shapes
-    if any(rule.path[0] == "qkv" for rule in table.layer):
-        shapes = jax.eval_shape(join, shapes)
+    config, layer_shapes = blueprint.config, blueprint.layer_shapes
+    opt = config.family == "opt"
+    prefix = "model.decoder." if opt else "model."
+    embedding = [
+        Rule("embed_tokens", "tokens"),
+        Rule("embed_positions", "positions"),
+        Rule("final_layer_norm" if opt else "norm", "norm"),
+        Rule("lm_head", "head"),
+    ]
+    layer = TABLES.get(config.family, LLAMA)
+    if any(rule.module == "qkv" for rule in layer):
+        layer_shapes = jax.eval_shape(join, layer_shapes)
 
     def specs(rules: Sequence[Rule], shapes: Params, prefix: str) -> list[TensorSpec]:
-        return [
-            TensorSpec(
-                _full_name(rule.name, prefix), (leaf.shape[0] // rule.parts, *leaf.shape[1:]), rule
-            )
-            for rule in rules
-            if (leaf := shapes.get(rule.path[0], {}).get(rule.path[1])) is not None
-        ]
+        found = []
+        for rule in rules:
+            leaves = shapes.get(rule.module, {})
+            for leaf, ending in ENDINGS.items():
+                if leaf in leaves:
+                    name = f"{rule.name}.{ending}"
+                    name = name if rule.module == "head" else prefix + name
+                    size, *others = leaves[leaf].shape
+                    shape, path = (size // rule.parts, *others), (rule.module, leaf)
+                    gain = config.norms_minus_one and leaf == "scale"
+                    found.append(TensorSpec(name, shape, path, rule.part, rule.parts, gain))
+        return found
 
-    layers = [
-        specs(table.layer, shapes, f"{table.prefix}layers.{i}.")
-        for i in range(blueprint.config.num_layers)
-    ]
-    return TensorSpecs(specs(table.embedding, blueprint.embedding_shapes, table.prefix), layers)
+    numbers = range(config.num_layers)
+    return TensorSpecs(
+        specs(embedding, blueprint.embedding_shapes, prefix),
+        [specs(layer, layer_shapes, f"{prefix}layers.{i}.") for i in numbers],
+    )
 
 
 def match(
     tensors: Mapping[str, TensorSource], blueprint: Blueprint, where: Any
 ) -> dict[str, TensorSource]:
     """Return the source of each tensor in `expected`, whatever prefix a checkpoint's names have."""
+    config = blueprint.config
     specs = {_stem(spec.name): spec for spec in expected(blueprint).flat()}
     matches: dict[str, TensorSource] = {}
-    doubled, unexpected, problems = [], [], []
+    tied_heads: list[TensorSource] = []
+    kinds = ("missing", "unexpected", "doubled", "wrong shape", "not floating point")
+    errors: dict[str, list[str]] = {kind: [] for kind in kinds}
     for name, tensor in tensors.items():
-        stem = _renamed(_stem(name), blueprint.config.family)
+        stem = _renamed(_stem(name), config.family)
         if stem in matches:
-            doubled.append(f"{matches[stem].name} and {name}")
+            errors["doubled"].append(f"{matches[stem].name} and {name}")
         elif stem in specs:
             matches[stem] = tensor
-        elif not _is_harmless(name, stem, tensors, blueprint.config):
-            tied = stem == "lm_head.weight" and blueprint.config.tie_embeddings
-            why = " which differs from the embeddings it is tied to" if tied else ""
-            unexpected.append(f"{name} {tensor.shape}{why}")
+        elif stem == "lm_head.weight" and config.tie_embeddings:
+            tied_heads.append(tensor)
+        elif not (name.endswith(HARMLESS) or stem.startswith(UNUSED)):
+            errors["unexpected"].append(f"{name} {tensor.shape}")
+    for head in tied_heads:
+        # Two different matrices under one tied name: one of them would be lost silently.
+        twin = matches.get("embed_tokens.weight")
+        if twin is None or not _same(twin, head):
+            why = "which differs from the embeddings it is tied to"
+            errors["unexpected"].append(f"{head.name} {head.shape} {why}")
     for stem, spec in specs.items():
-        if stem in matches and matches[stem].shape != spec.shape:
-            problems.append(f"{matches[stem].name} {matches[stem].shape} instead of {spec.shape}")
-    integers = [
-        f"{matches[s].name} as {matches[s].dtype}"
-        for s in matches
-        if matches[s].dtype.kind in "iub"
-    ]
-    missing = [f"{spec.name} {spec.shape}" for stem, spec in specs.items() if stem not in matches]
-    errors = {
-        "missing": missing,
-        "unexpected": unexpected,
-        "doubled": doubled,
-        "wrong shape": problems,
-        "not floating point": integers,
-    }
+        if (tensor := matches.get(stem)) is None:
+            errors["missing"].append(f"{spec.name} {spec.shape}")
+            continue
+        if tensor.shape != spec.shape:
+            errors["wrong shape"].append(f"{tensor.name} {tensor.shape} instead of {spec.shape}")
+        if tensor.dtype.kind in "iub":
+            errors["not floating point"].append(f"{tensor.name} as {tensor.dtype}")
     report = "; ".join(f"{kind}: {_listed(names)}" for kind, names in errors.items() if names)
     if report:
         raise InputError(
@@ -284,16 +251,14 @@ def match(
 
 
 def read_tree(
-    specs: Sequence[TensorSpec],
-    sources: Mapping[str, TensorSource],
-    dtype: Any,
+    specs: Sequence[TensorSpec], sources: Mapping[str, TensorSource], dtype: Any
 ) -> Params:
     """Read the parameters of the embedding or of a layer; see `Blueprint.complete`."""
     params: Params = {}
-    for path in dict.fromkeys(spec.rule.path for spec in specs):
-        chosen = sorted((s for s in specs if s.rule.path == path), key=lambda spec: spec.rule.part)
+    for path in dict.fromkeys(spec.path for spec in specs):
+        chosen = sorted((s for s in specs if s.path == path), key=lambda spec: spec.part)
         parts = [sources[spec.name].read() for spec in chosen]
-        params.setdefault(path[0], {})[path[1]] = _parameter(parts, chosen[0].rule.gain, dtype)
+        params.setdefault(path[0], {})[path[1]] = _parameter(parts, chosen[0].gain, dtype)
     return params
 
 
@@ -313,10 +278,6 @@ def _cast(parts: list[Array], gain: bool, dtype: Any) -> Array:
     return jnp.concatenate([part + 1 for part in parts] if gain else parts)
 
 
-def _full_name(name: str, prefix: str) -> str:
-    return name if name.startswith("lm_head.") else prefix + name
-
-
 @functools.cache
 def _stem(name: str) -> str:
     prefix = next((p for p in PREFIXES if name.startswith(p)), "")
@@ -328,19 +289,6 @@ def _renamed(stem: str, family: str) -> str:
     for old, new in RENAMED.get(family, {}).items():
         name = name.replace(old, new)
     return name[1:]
-
-
-def _is_harmless(
-    name: str, stem: str, tensors: Mapping[str, TensorSource], config: ModelConfig
-) -> bool:
-    if name.endswith(HARMLESS) or stem.startswith(UNUSED):
-        return True
-    if stem != "lm_head.weight" or not config.tie_embeddings:
-        return False
-    stems = {_renamed(_stem(other), config.family): tensor for other, tensor in tensors.items()}
-    twin = stems.get("embed_tokens.weight")
-    # Two different matrices under one tied name: one of them would be lost silently.
-    return twin is not None and _same(twin, tensors[name])
 
 
 def _same(first: TensorSource, second: TensorSource) -> bool:

@@ -1,20 +1,19 @@
-"""Chat at the terminal, `generate --chat`: answers go to stdout, everything else to stderr.
+"""Chat at the terminal, `generate --chat`: answers go to stdout, everything else to stderr."""
 
-A slash and a word are a command, see `COMMANDS`.
-"""
-
-import argparse
 import contextlib
+import importlib.util
+import os
 import re
 import sys
 import time
-from typing import TYPE_CHECKING
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from infinigen_jax.cli.dialogue import Dialogue
-from infinigen_jax.cli.line_editor import line_reader
 from infinigen_jax.cli.options import sampling_settings
 from infinigen_jax.errors import InputError, ParameterError
-from infinigen_jax.files.output import checked_output
+from infinigen_jax.files.output import check_replaceable, checked_output
 from infinigen_jax.messages import READING, Messages
 from infinigen_jax.numeric import whole_number
 from infinigen_jax.text.detokenize import checked_text
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 CHAT_OPTIONS = ("context", "save", "resume")
 # Options that make no sense in a conversation.
 OTHERS = ("stats_json", "log_probs", "batch", "prefix", "prefix_file", "raw")
-COMMANDS = {
+COMMANDS = {  # after a slash
     "help": "list the commands",
     "clear": "forget the conversation, except the system message",
     "undo": "forget the last message and its answer",
@@ -36,29 +35,23 @@ COMMANDS = {
     "quit": "end, as Ctrl-D does; Ctrl-C ends an answer",
 }
 KEYS = "Alt+Enter breaks a line; pasted lines stay together; the arrow keys recall messages"
+PROMPT = "> "
 
 
-def add_chat_options(parser: argparse.ArgumentParser) -> None:
+def add_chat_options(parser: ArgumentParser) -> None:
     """Add the options that `check_chat_options` and `chat` read."""
     add = parser.add_argument_group("conversation").add_argument
     add("--chat", action="store_true", help="a conversation; each line of stdin is a turn")
     add("--system", metavar="TEXT", help="system message, for models with a chat template")
-    add(
-        "--chat-template",
-        metavar="F",
-        help="file with a Jinja template (default: the model's); plain: none, for a chat",
-    )
-    add(
-        "--context",
-        type=whole_number(2),
-        metavar="N",
-        help="capacity of the chat in tokens (default 4096); the oldest turns are dropped",
-    )
+    text = "file with a Jinja template (default: the model's); plain: none, for a chat"
+    add("--chat-template", metavar="F", help=text)
+    text = "capacity of the chat in tokens (default 4096); the oldest turns are dropped"
+    add("--context", type=whole_number(2), metavar="N", help=text)
     add("--save", metavar="F", help="write the chat to a file when it ends")
     add("--resume", metavar="F", help="go on with a chat from a file")
 
 
-def check_chat_options(arguments: argparse.Namespace) -> None:
+def check_chat_options(arguments: Namespace) -> None:
     for name in OTHERS if arguments.chat else CHAT_OPTIONS:
         value = getattr(arguments, name)
         if value is not None and value is not False:
@@ -75,17 +68,11 @@ def check_chat_options(arguments: argparse.Namespace) -> None:
         checked_text("system", arguments.system)
     saved = checked_output("save", arguments.save)
     if saved is not None:
-        from infinigen_jax.engine.saved_file import check_replaceable
-
         check_replaceable(saved)
 
 
 def chat(
-    engine: "Engine",
-    arguments: argparse.Namespace,
-    sampling: "Sampling",
-    turns: list[str],
-    say: Messages,
+    engine: "Engine", arguments: Namespace, sampling: "Sampling", turns: list[str], say: Messages
 ) -> None:
     """Answer `turns`, then each input until it ends; then save."""
     conversation = begin(engine, arguments, sampling, say)
@@ -110,7 +97,7 @@ def chat(
 
 
 def begin(
-    engine: "Engine", arguments: argparse.Namespace, sampling: "Sampling", say: Messages
+    engine: "Engine", arguments: Namespace, sampling: "Sampling", say: Messages
 ) -> "Conversation":
     """Return a new conversation, or the one to resume."""
     if engine.model.tokenizer is None:
@@ -130,7 +117,7 @@ def begin(
 class Talk:
     """Conversation with a person or a file of lines."""
 
-    def __init__(self, dialogue: Dialogue, arguments: argparse.Namespace, say: Messages):
+    def __init__(self, dialogue: Dialogue, arguments: Namespace, say: Messages):
         self._dialogue, self._arguments, self._say = dialogue, arguments, say
         self._tell = Messages()  # replies to commands, also if other messages are off
         self._seconds = 0.0
@@ -168,18 +155,13 @@ class Talk:
         elif name == "stats":
             tell(dialogue.summary(self._seconds))
         elif name == "save":
-            tell(self._saved(argument))
+            path = checked_output("/save", argument or None)
+            tell("/save: give the name of a file" if path is None else dialogue.save(path))
         elif name == "help":
             tell("\n".join(f"/{name:<10} {text}" for name, text in COMMANDS.items()) + f"\n{KEYS}")
         else:
             tell(f"/{name}: no such command; /help lists them")
         return True
-
-    def _saved(self, name: str) -> str:
-        path = checked_output("/save", name) if name else None
-        if path is None:
-            return "/save: give the name of a file"
-        return self._dialogue.save(path)
 
     def answer(self, text: str) -> None:
         """Answer a message; Ctrl-C ends the answer, whose text so far is kept."""
@@ -199,3 +181,59 @@ class Talk:
         self._seconds = time.perf_counter() - started
         if not self._by_hand:
             self._say(self._dialogue.summary(self._seconds))
+
+
+def line_reader() -> Callable[[], str | None]:
+    """Return a function that reads the next input; it returns None at the end.
+
+    At a terminal that is not "dumb", with `prompt_toolkit`, lines can be edited and recalled, and
+    pasted text with several lines, or with breaks by Alt+Enter, is one input. Elsewhere each line
+    of stdin is one.
+    """
+    terminal = sys.stdin.isatty() and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    if not terminal or importlib.util.find_spec("prompt_toolkit") is None:
+        return _plain_line
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.key_binding import KeyBindings
+    from prompt_toolkit.output import create_output
+
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")
+    def _(event: Any) -> None:
+        event.current_buffer.insert_text("\n")
+
+    # Only answers go to stdout.
+    session: PromptSession[str] = PromptSession(
+        key_bindings=keys, output=create_output(stdout=sys.stderr), enable_open_in_editor=True
+    )
+
+    def read() -> str | None:
+        warned = False
+        while True:
+            try:
+                return session.prompt(PROMPT, prompt_continuation=". ")
+            except EOFError:
+                return None
+            except KeyboardInterrupt:  # drops the typed text; twice on an empty line, it ends
+                empty = not session.default_buffer.text
+                if empty and warned:
+                    return None
+                if empty:
+                    print("Ctrl-C again or Ctrl-D ends the conversation", file=sys.stderr)
+                warned = empty
+
+    return read
+
+
+def _plain_line() -> str | None:
+    """Return the next line of stdin, None at the end or after Ctrl-C."""
+    if sys.stdin.isatty():
+        print(PROMPT, end="", file=sys.stderr, flush=True)
+    try:
+        line = sys.stdin.readline()
+    except UnicodeDecodeError:
+        raise InputError("stdin: not UTF-8 text; convert it first") from None
+    except KeyboardInterrupt:
+        return None
+    return line.rstrip("\r\n") if line else None

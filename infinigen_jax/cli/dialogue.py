@@ -1,22 +1,21 @@
 """Conversations of messages: the tokens that the model reads, and its answers.
 
 The chat template renders the messages. Cached text is not rendered again: a later turn adds only
-the template's text after the last answer. After `clear`, `undo`, or in a full context, the next
-turn renders all remaining messages, and the model reads them again. The template "plain" is for
-models without one: the conversation is one text, and the user's lines are lines of it.
+the template's text after the last answer. After `clear`, `undo`, or in a full context, the model
+reads all remaining messages again. With the template "plain", for models without one, the
+conversation is one text, and the user's lines are lines of it.
 """
 
 import contextlib
 import hashlib
 import secrets
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.files.regular import read_text
-from infinigen_jax.text.templates import render_chat
-from infinigen_jax.text.tokenizer import encode_further
+from infinigen_jax.text.tokenizer import encode_further, render_chat
 
 if TYPE_CHECKING:
     from infinigen_jax.engine.conversation import Conversation
@@ -30,10 +29,8 @@ Message = dict[str, str]
 class Dialogue:
     """Conversation of messages.
 
-    Args:
-        template: file with a Jinja template, or "plain"; by default the model's.
-        system: system message; only before the first turn.
-        say: called with a line of text when old messages are dropped.
+    `template` is a file with a Jinja template, or "plain"; by default the model's. `system` is only
+    for a new conversation. `say` gets a line of text when old messages are dropped.
     """
 
     def __init__(
@@ -62,17 +59,12 @@ class Dialogue:
             conversation.messages.append({"role": "system", "content": system})
 
     def answer(
-        self,
-        text: str,
-        max_new_tokens: int | None = None,
-        *,
-        ignore_eos: bool = False,
-        stop: Sequence[str] = (),
+        self, text: str, max_new_tokens: int | None = None, **options: Any
     ) -> Generator[str, None, None]:
         """Add a user's message and yield the answer piece by piece; closing the iterator ends it.
 
         In a full context the oldest turns are dropped first. By default an answer may fill the
-        context.
+        context. Further options are those of `Conversation.turn`.
         """
         conversation, said = self._conversation, self._conversation.tokens
         begins = not conversation.unfinished
@@ -82,8 +74,7 @@ class Dialogue:
         asked = [*conversation.messages, {"role": "user", "content": text}]
         asked, tokens = self._fitted(asked, min(most, conversation.context // 4))
         pieces: list[str] = []
-        settings: Any = {"ignore_eos": ignore_eos, "stop": stop, "continues": self._plain}
-        steps = conversation.turn(tokens, most, **settings)
+        steps = conversation.turn(tokens, most, continues=self._plain, **options)
         try:
             with contextlib.closing(steps):
                 for step in steps:
@@ -117,7 +108,6 @@ class Dialogue:
         return f"{len(self._conversation.messages)} messages saved to {path}"
 
     def summary(self, seconds: float) -> str:
-        """Return a line about the last turn."""
         run, conversation = self._conversation.run, self._conversation
         if run is None:
             return "no answer yet"
@@ -175,13 +165,13 @@ class Dialogue:
 
     def _text(self, messages: list[Message], *, fresh: bool) -> str:
         """Return the text after the last answer; all of it if nothing is cached."""
-        answered = _answered(messages)
-        if self._plain and not fresh:
-            return "\n".join(["", *(m["content"] for m in messages[answered:])])
+        answers = [i + 1 for i, m in enumerate(messages) if m["role"] == "assistant"]
+        answered = answers[-1] if answers else 0
         if self._plain:
-            breaks = ("" if m["role"] == "assistant" else "\n" for m in messages)
-            lines = (b + m["content"] for b, m in zip(breaks, messages, strict=True))
-            return "".join(lines).removeprefix("\n")
+            new = messages if fresh else messages[answered:]
+            lines = (("" if m["role"] == "assistant" else "\n") + m["content"] for m in new)
+            text = "".join(lines)
+            return text.removeprefix("\n") if fresh else text
         if fresh or not answered:
             return self._rendered(messages)
         # A template may alter an answer's text; a mark shows where it ends.
@@ -213,9 +203,3 @@ def rate(run: "Run", before: str = ", ") -> str:
 def _system(messages: list[Message]) -> list[Message]:
     """Return the messages before the first turn."""
     return [message for message in messages[:1] if message["role"] == "system"]
-
-
-def _answered(messages: list[Message]) -> int:
-    """Return the number of messages up to the last answer."""
-    roles = [message["role"] for message in messages]
-    return len(roles) - roles[::-1].index("assistant") if "assistant" in roles else 0

@@ -1,7 +1,6 @@
-"""Options that command lines share: the policy and the engine's settings.
+"""Options that command lines share, made from the declarations of settings (`settings.setting`).
 
-An option of a setting is made from the setting's own declaration (`settings.setting`). Nothing here
-imports JAX before it is needed, so that a bad option is reported immediately.
+Nothing here imports JAX before it is needed, so that a bad option is reported immediately.
 """
 
 import argparse
@@ -39,6 +38,7 @@ ENGINE_EXPERTS = ("transfer", "prefill_chunk", "hot_set")
 POOL_OPTIONS = ("tokens", "eviction", "sinks")
 TYPES = {"tokens": Limit(1, LARGEST, whole=True)}  # or a share, the setting next to it
 SEVERAL = (*POLICY_OPTIONS, "rows", "tokens", "eviction")  # lists in `evaluate`
+TEXT_TYPES: dict[str, Any] = {t.__name__: t for t in (bool, int, float, str)}  # text can give them
 
 
 def add_model_options(add: Callable[..., Any]) -> None:
@@ -88,13 +88,6 @@ def given(arguments: argparse.Namespace, names: Iterable[str], prefix: str = "")
     return {name: value for name, value in values.items() if value is not None}
 
 
-def add_sampling_options(group: Any, experts: Any) -> None:
-    """Add the options of `Sampling`; rarely needed ones go to `experts`."""
-    common = [name for name in options_of(Sampling) if name not in SAMPLING_EXPERTS]
-    add_settings(group, Sampling, common)
-    add_settings(experts, Sampling, SAMPLING_EXPERTS)
-
-
 def sampling_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     return given(arguments, options_of(Sampling))
 
@@ -104,9 +97,8 @@ def add_engine_options(
 ) -> None:
     """Add the options that `make_policy` and `make_engine` read.
 
-    Args:
-        several: the policy and settings in SEVERAL are lists, see `evaluation.configurations`.
-        pool: whether the host's cache may have a limit.
+    With `several`, the policy and the settings in SEVERAL are lists; `pool` adds the limit of the
+    host's cache.
     """
     group = parser.add_argument_group("policy: which cached rows are fetched")
     group.add_argument(
@@ -119,15 +111,10 @@ def add_engine_options(
     )
     add_settings(group, InfiniGenSettings, COMMON_POLICY_OPTIONS, several=several)
     group = parser.add_argument_group("memory and precision")
-    group.add_argument(
-        "--dtype", help="float32, bfloat16 or float16 (default: float32 on the CPU, else bfloat16)"
-    )
-    group.add_argument(
-        "--weight-dtype",
-        metavar="T",
-        type=OneOf(WEIGHT_DTYPES),
-        help="bfloat16, int8 or int4 for the model's matrices alone (default: --dtype)",
-    )
+    text = "float32, bfloat16 or float16 (default: float32 on the CPU, else bfloat16)"
+    group.add_argument("--dtype", help=text)
+    text = "bfloat16, int8 or int4 for the model's matrices alone (default: --dtype)"
+    group.add_argument("--weight-dtype", metavar="T", type=OneOf(WEIGHT_DTYPES), help=text)
     add_settings(group, EngineOptions, MEMORY_OPTIONS, several=several)
     experts = parser.experts if isinstance(parser, Parser) else parser
     add_settings(experts, InfiniGenSettings, ("partial_ratio",), several=several)
@@ -139,15 +126,13 @@ def add_engine_options(
 def make_policy(arguments: argparse.Namespace) -> "Policy":
     """Return the policy with the options that were given, all of them single values."""
     kind, named = read_policy(arguments.policy)
+    policy = None
     try:
         policy = kind(**named)
-    except (InputError, TypeError, ValueError) as error:  # the latter of a user's class
-        raise ParameterError("policy", str(error), arguments.policy) from None
-    try:
         return dataclasses.replace(policy, **_chosen(kind, named, arguments))
-    except InputError:  # it names the option
-        raise
-    except (ArithmeticError, TypeError, ValueError) as error:  # of a user's class
+    except (ArithmeticError, TypeError, ValueError) as error:  # also of a user's class
+        if policy is not None and isinstance(error, InputError):
+            raise  # it names the option
         raise ParameterError("policy", str(error), arguments.policy) from None
 
 
@@ -165,11 +150,9 @@ def policy_settings(policy: "Policy") -> dict[str, Any]:
 
 def unused_options(arguments: argparse.Namespace) -> list[str]:
     """Return a line for each given option that changes nothing: of other policies, or of draws."""
-    several = isinstance(arguments.policy, list)
-    names = arguments.policy if several else [arguments.policy]
-    taken: set[str] = set()
-    for kind, named in map(read_policy, names):
-        taken |= _chosen(kind, named, arguments).keys()
+    names = arguments.policy if isinstance(arguments.policy, list) else [arguments.policy]
+    chosen = (_chosen(*read_policy(name), arguments) for name in names)
+    taken = set[str]().union(*chosen)
     lines = [
         f"--{_flag(name)}: no effect with --policy {' '.join(names)}"
         for name in given(arguments, POLICY_OPTIONS)
@@ -204,10 +187,7 @@ def options_without_effect(arguments: argparse.Namespace, engine: "Engine") -> l
 
 
 def read_policy(text: str) -> tuple[Any, dict[str, Any]]:
-    """Return a policy's class and the settings after its name: "quest:page=8,window=64".
-
-    The name of a class contains a colon: "package.module:MyPolicy:page=8".
-    """
+    """Return the class and the settings of "quest:page=8" or "package.module:MyPolicy:page=8"."""
     from infinigen_jax.policies import POLICIES, find_policy
 
     name, _, rest = text.partition(":")
@@ -215,23 +195,20 @@ def read_policy(text: str) -> tuple[Any, dict[str, Any]]:
     if name not in POLICIES and rest and "=" not in of_class:
         name, rest = f"{name}:{of_class}", settings_of_class
     policy = find_policy(name)
-    kinds = {f.name: kind for f in dataclasses.fields(policy) if (kind := _kind(f)) is not None}
+    # A type is a class, or its name if the module postpones annotations.
+    fields = {f.name: getattr(f.type, "__name__", f.type) for f in dataclasses.fields(policy)}
+    kinds = {
+        name: TEXT_TYPES[str(kind)] for name, kind in fields.items() if str(kind) in TEXT_TYPES
+    }
     settings = {}
     for part in rest.split(",") if rest else []:
         setting, _, value = part.partition("=")
         if setting not in kinds:
-            known = setting in {field.name for field in dataclasses.fields(policy)}
-            kind = "a setting for Python alone" if known else "no setting"
+            kind = "a setting for Python alone" if setting in fields else "no setting"
             problem = f"{setting!r} is {kind}; use {', '.join(kinds)}"
             raise ParameterError("policy", problem, text)
         settings[setting] = _value(text, value, kinds[setting])
     return policy, settings
-
-
-def _kind(field: dataclasses.Field[Any]) -> Any:
-    """Return the type of a setting that text can give; None for others."""
-    name = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", "")
-    return {"bool": bool, "int": int, "float": float, "str": str}.get(name)
 
 
 def _value(text: str, value: str, kind: Any) -> Any:

@@ -54,21 +54,9 @@ def _convert(arguments: argparse.Namespace) -> None:
     from infinigen_jax.convert.pipeline import convert, progress_bar
 
     say, bar = Messages(), progress_bar()
-    with (
-        say.working(f"converting {arguments.source} into {arguments.destination}"),
-        bar as progress,
-    ):
-        folder = convert(
-            arguments.source,
-            arguments.destination,
-            calibration=arguments.calibration,
-            dtype=arguments.dtype,
-            skew=arguments.skew,
-            speculate_from=arguments.speculate_from,
-            force=arguments.force,
-            revision=arguments.revision,
-            progress=progress,
-        )
+    what = f"converting {arguments.source} into {arguments.destination}"
+    with say.working(what), bar as progress:
+        folder = convert(**vars(arguments), progress=progress)
     say(f"wrote {folder} (skew {arguments.skew})")
 
 

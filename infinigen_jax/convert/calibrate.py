@@ -25,7 +25,7 @@ from infinigen_jax.models import ModelConfig, Params, blueprint
 from infinigen_jax.models.forward import causal_attention
 from infinigen_jax.models.linear import project
 from infinigen_jax.skew.basis import GuessMoments, Moments, guess_moments
-from infinigen_jax.skew.positions import mean_blocks, mean_guess, mean_moments, offsets
+from infinigen_jax.skew.positions import mean_over_positions, offsets
 from infinigen_jax.skew.query_correction import corrected_projection
 from infinigen_jax.skew.tail_moments import BlockMoments, block_products
 from infinigen_jax.text.tokenizer import Tokenizer, check_vocabulary
@@ -145,8 +145,8 @@ class Calibrator:
             )
         moments = Moments(self._count, self._config.group_size, query_gram, key_gram, key_sum)
         means = BlockMoments(*(products / self._count for products in blocks))
-        self.blocks: BlockMoments = self._everywhere(mean_blocks, means, params)
-        return self._everywhere(mean_moments, moments, params)
+        self.blocks: BlockMoments = self._everywhere(means, params)
+        return self._everywhere(moments, params)
 
     def ahead(self, params: Params) -> tuple[Params, GuessMoments]:
         """Fit the query of the layer that `layer` ran last to the previous layer's hidden state.
@@ -167,10 +167,10 @@ class Calibrator:
         with concurrent.futures.ThreadPoolExecutor() as pool:
             projections = list(pool.map(fit, self._stand_ins))
         pairs = zip(projections, self._stand_ins, strict=True)
-        self._guesses = tuple(self._guess(params, *pair) for pair in pairs)
+        self._guesses = tuple(_guess(self._config, params, *pair) for pair in pairs)
         guesses = np.asarray(self._guesses[0])[valid]
         moments = guess_moments(guesses, queries, self._config.num_kv_heads)
-        return projections[0], self._everywhere(mean_guess, moments, params)
+        return projections[0], self._everywhere(moments, params)
 
     def loss(self, params: Params) -> Float[np.ndarray, "n m"]:
         """Return the relative error of sparse attention in the layer that `layer` ran last.
@@ -181,7 +181,7 @@ class Calibrator:
         `convert.loss`.
         """
         guesses, self._guesses = self._guesses, ()
-        guesses = guesses or (self._guess(params, params["q"], self._stand_ins[0]),)
+        guesses = guesses or (_guess(self._config, params, params["q"], self._stand_ins[0]),)
         _, _, hidden, queries, keys, values = self._seen
         self._seen = ()  # its memory is needed
         with jax.default_matmul_precision("highest"):
@@ -192,21 +192,16 @@ class Calibrator:
         with np.errstate(invalid="ignore"):
             return np.sqrt(errors / whole).astype(np.float32)
 
-    def _everywhere(self, extend: Callable[..., Any], sums: Any, params: Params) -> Any:
+    def _everywhere(self, sums: Any, params: Params) -> Any:
         """Extend sums of the layer to all positions where the text can start."""
         rope, factors = self._config.rope_of(self._layers_done - 1), []
         places = offsets(rope, self._config.max_positions, self._valid.shape[1])
         if self._config.norm_after_rotation:
             scales = (np.asarray(params[n]["scale"], np.float64) for n in ("q_norm", "k_norm"))
             factors = [np.where(scale == 0, 1.0, scale) for scale in scales]
-        return sums if places == 1 else extend(sums, rope, places, *factors)
-
-    def _guess(
-        self, params: Params, projection: Params, stand_in: Float[Array, "w s e"]
-    ) -> Float[Array, "w s h d"]:
-        """Return the layer's queries, projected from a substitute for its input."""
-        with jax.default_matmul_precision("highest"):
-            return _projected(self._config, params, projection, stand_in)
+        if rope is None or places == 1:
+            return sums
+        return mean_over_positions(sums, rope, places, *factors)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -217,15 +212,16 @@ def _normed(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _projected(
-    config: ModelConfig, params: Params, projection: Params, inputs: Float[Array, "w s e"]
+def _guess(
+    config: ModelConfig, params: Params, projection: Params, stand_in: Float[Array, "w s e"]
 ) -> Float[Array, "w s h d"]:
-    """Return a layer's queries, scaled and rotated, from another projection and other inputs."""
-    windows, length, _ = inputs.shape
+    """Return a layer's queries, scaled and rotated, from a substitute for its input."""
+    windows, length, _ = stand_in.shape
     positions = jnp.broadcast_to(jnp.arange(length), (windows, length))
     layer = blueprint(config, jnp.float32).layer(params)
     lengths = jnp.full_like(positions, length)
-    return layer.finish_query(project(inputs, projection), positions, lengths)
+    with jax.default_matmul_precision("highest"):
+        return layer.finish_query(project(stand_in, projection), positions, lengths)
 
 
 @functools.cache

@@ -1,8 +1,13 @@
-"""Conversion pipeline: read, run, skew and write one layer before the next."""
+"""Conversion pipeline: checks before any work, then the files of the destination.
 
+Weights that a conversion does not change, and files such as the tokenizer's, come from the source.
+"""
+
+import collections
 import contextlib
 import functools
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,10 +18,10 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
-from infinigen_jax.checkpoint.hf_folder import EMBEDDED, SAFETENSORS, TensorSource
+from infinigen_jax.checkpoint.gguf_file import GgufFile
+from infinigen_jax.checkpoint.hf_folder import EMBEDDED, TensorSource, side_files, weight_files
 from infinigen_jax.checkpoint.hub import fetched
 from infinigen_jax.checkpoint.manifest import (
-    AHEAD_FILE,
     DEFAULT_SKEW,
     DEFAULT_SOURCE,
     MANIFEST_FILE,
@@ -25,44 +30,36 @@ from infinigen_jax.checkpoint.manifest import (
     Manifest,
     file_record,
 )
-from infinigen_jax.checkpoint.safetensors import SafetensorsWriter
-from infinigen_jax.checkpoint.skew_file import ahead_shapes
 from infinigen_jax.checkpoint.source import (
     checked_source,
     content_files,
+    is_gguf,
     open_tensors,
     read_config,
     wide_matrices,
 )
-from infinigen_jax.checkpoint.tensor_names import TensorSpec, expected, match, read_tree
+from infinigen_jax.checkpoint.tensor_names import match
 from infinigen_jax.convert.calibrate import (
     DEFAULT_TEXT,
     DEFAULT_TOKENS,
     CalibrationTokens,
-    Calibrator,
     tokenized_file,
     windows,
 )
-from infinigen_jax.convert.loss import BUDGET, BUDGETS
-from infinigen_jax.convert.write import (
-    check_destination,
-    converted_config,
-    open_tokenizer,
-    side_files_of,
-    unchanged_files,
-    weight_dtype,
-    write_side_file,
-)
+from infinigen_jax.convert.job import Job
 from infinigen_jax.errors import InputError, ParameterError
-from infinigen_jax.files.atomic import link_or_copy, staged, write_text
+from infinigen_jax.files.atomic import copy_file, link_or_copy, staged, write_text
+from infinigen_jax.files.regular import expanded, open_regular
 from infinigen_jax.machine.backend import start_backend
-from infinigen_jax.machine.memory_limits import return_freed_memory
-from infinigen_jax.models import ModelConfig, Params, blueprint
+from infinigen_jax.models import ModelConfig, blueprint
 from infinigen_jax.numeric import listed
 from infinigen_jax.settings.policy import SOURCES
-from infinigen_jax.skew.basis import absorb, balanced_basis, reduced_rank_basis, svd_basis
-from infinigen_jax.skew.tail_moments import BlockMoments
-from infinigen_jax.text.tokenizer import Tokenizer
+from infinigen_jax.text.gguf_tokenizer import gguf_tokenizer, tokenizer_files
+from infinigen_jax.text.tokenizer import Tokenizer, load_tokenizer
+
+WEIGHT_DTYPES = {name: np.dtype(name) for name in ("float32", "bfloat16", "float16")}
+# Fields of config.json that would reveal a path of the machine that wrote it.
+PATHS = ("_name_or_path", "name_or_path")
 
 
 def convert(
@@ -127,26 +124,39 @@ def convert(
         raise ParameterError("calibration", "without `skew` nothing is calibrated; leave it out")
     folder = checked_source(fetched(source, revision))
     hf, config = read_config(folder)
-    target = check_destination(folder, Path(destination), force)
-    sources = match(open_tensors(folder), blueprint(config, jnp.float32), folder)
-    stored = weight_dtype(dtype, sources)
-    tokenizer = functools.cache(lambda: open_tokenizer(folder))
-    copied = side_files_of(folder, tokenizer)
+    target = _check_destination(folder, Path(destination), force)
+    architecture = blueprint(config, jnp.float32)
+    sources = match(open_tensors(folder), architecture, folder)
+    stored = _weight_dtype(dtype, sources)
+
+    @functools.cache
+    def tokenizer() -> Tokenizer:
+        return gguf_tokenizer(GgufFile(folder)) if is_gguf(folder) else load_tokenizer(folder)
+
+    copied: dict[str, Path | str]
+    if is_gguf(folder):
+        copied = {**tokenizer_files(tokenizer())}
+    else:
+        copied = {file.name: file for file in side_files(folder)}
     start_backend()
     # Rotation does not commute with the basis, and only an orthogonal basis leaves a checkpoint
     # that any program can run.
     absorbs = skew == "svd" and config.rope is None
-    linked = [] if sidecar or absorbs else unchanged_files(folder, sources, dtype)
+    linked = [] if sidecar or absorbs else _unchanged_files(folder, sources, dtype)
     whole = absorbs or not (sidecar or linked)
     tokens = _tokens(calibration, tokenizer, config) if skew != "none" else None
     # Another process may have written the destination while this one waited for the lock.
-    with blas_threads(), staged(target, lambda: check_destination(folder, target, force)) as out:
-        job = _Job(config, sources, stored, skew, speculate_from, tokens, absorbs)
+    with blas_threads(), staged(target, lambda: _check_destination(folder, target, force)) as out:
+        job = Job(architecture, sources, stored, skew, speculate_from, tokens, absorbs)
         files = job.write_weights(out, progress, whole)
         files[SKEW_FILE] = job.write_skew(out)
-        write_text(out / "config.json", json.dumps(converted_config(hf, stored), indent=2) + "\n")
+        write_text(out / "config.json", json.dumps(_converted_config(hf, stored), indent=2) + "\n")
         for name, content in copied.items():
-            write_side_file(out / name, content)
+            if isinstance(content, str):
+                write_text(out / name, content)
+                continue
+            with open_regular(content) as file:
+                copy_file(file, out / name)
         for file in linked:
             link_or_copy(file, out / file.name)
         read = {name: file_record(file) for name, file in content_files(folder).items()}
@@ -159,7 +169,7 @@ def convert(
             absorbed=absorbs,
             dtype=stored.name,
             speculate_from=speculate_from,
-            wide=sorted(wide_matrices(folder, blueprint(config, jnp.float32))),
+            wide=sorted(wide_matrices(folder, architecture)),
             calibration=tokens and {"text_sha256": tokens.sha256, "tokens": tokens.count},
             sources=read,
             files=files,
@@ -185,174 +195,6 @@ def blas_threads() -> threadpool_limits:
     return threadpool_limits(max(1, len(os.sched_getaffinity(0)) // 2), "blas")
 
 
-class _Job:
-    """State of one conversion: the statistics of the layers converted so far."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        sources: Mapping[str, TensorSource],
-        dtype: np.dtype,
-        skew: str,
-        source: str,
-        tokens: CalibrationTokens | None,
-        absorbs: bool,
-    ):
-        self.config, self.sources, self.dtype, self.skew = config, sources, dtype, skew
-        self.source, self.tokens, self.absorbs = source, tokens, absorbs
-        self.architecture = blueprint(config, jnp.float32)
-        self.specs = expected(self.architecture)
-        self.statistics: dict[str, list[np.ndarray]] = {}
-
-    def write_weights(
-        self, out: Path, progress: Callable[[int, int], None], whole: bool
-    ) -> dict[str, Any]:
-        """Run all layers and write weights; return the files' manifest records.
-
-        With `whole`, the model's own weights are streamed into `model.safetensors`. With skew
-        balanced, the corrected query projections are written into AHEAD_FILE.
-        """
-        layout = {spec.name: (self.dtype, spec.shape) for spec in self.specs.flat()}
-        with contextlib.ExitStack() as stack:
-
-            def opened(name: str, *arguments: Any) -> SafetensorsWriter:
-                return SafetensorsWriter(stack.enter_context(open(out / name, "wb")), *arguments)
-
-            files: dict[str, SafetensorsWriter] = {}
-            if whole:
-                files[SAFETENSORS] = opened(SAFETENSORS, layout, {"format": "pt"})
-            if self.skew == "balanced":
-                files[AHEAD_FILE] = opened(AHEAD_FILE, self._ahead_layout())
-            if whole:
-                self._add(files[SAFETENSORS], self.specs.embedding, None)
-            calibrator = self._calibrator()
-            self._release(self.specs.embedding)
-            for done, specs in enumerate(self.specs.layers):
-                extra = self._calibrate(calibrator, done)
-                if whole:
-                    self._add(files[SAFETENSORS], specs, extra if self.absorbs else None)
-                if AHEAD_FILE in files:
-                    tensors = extra["weight"].T, extra["bias"]
-                    for name, x in zip(ahead_shapes(self.config, done), tensors, strict=True):
-                        files[AHEAD_FILE].add(name, np.asarray(x).astype(self.dtype))
-                self._release(specs)
-                progress(done + 1, self.config.num_layers)
-            return {
-                name: {"sha256": writer.close(), "size": writer.size}
-                for name, writer in files.items()
-            }
-
-    def _release(self, specs: list[TensorSpec]) -> None:
-        """Return the memory of a layer to the system, where freed pieces would add up."""
-        for spec in specs:
-            self.sources[spec.name].release()
-        return_freed_memory()
-
-    def _ahead_layout(self) -> dict[str, Any]:
-        return {
-            name: (self.dtype, shape)
-            for i in range(self.config.num_layers)
-            for name, shape in ahead_shapes(self.config, i).items()
-        }
-
-    def write_skew(self, out: Path) -> dict[str, Any]:
-        """Write `infinigen.safetensors`; return its manifest record."""
-        c = self.config
-        if not self.statistics:
-            eye = np.eye(c.head_dim, dtype=np.float32)
-            bases = np.broadcast_to(eye, (c.num_layers, c.num_kv_heads, *eye.shape))
-            arrays = {"query_basis": bases, "key_basis": bases}
-        else:
-            arrays = {n: np.stack(v) for n, v in self.statistics.items()}
-            arrays["row_shares"] = np.array(BUDGETS, np.float32)
-        layout = {name: (array.dtype, array.shape) for name, array in arrays.items()}
-        with open(out / SKEW_FILE, "wb") as file:
-            writer = SafetensorsWriter(file, layout)
-            for name, array in arrays.items():
-                writer.add(name, array)
-            return {"sha256": writer.close(), "size": writer.size}
-
-    def _calibrator(self) -> Calibrator | None:
-        if self.tokens is None:
-            return None
-        used, ids = np.unique(self.tokens.ids, return_inverse=True)
-        params: Params = {}
-        for spec in self.specs.embedding:
-            module, name = spec.rule.path
-            # The text reads few of the rows, and neither the norm nor the head.
-            tensor = self.sources[spec.name].read() if name == "embedding" else np.zeros(0)
-            tensor = tensor[used] if module == "tokens" else tensor
-            params.setdefault(module, {})[name] = jnp.asarray(tensor.astype(np.float32))
-        tokens = self.tokens._replace(ids=ids.reshape(self.tokens.ids.shape).astype(np.int32))
-        return Calibrator(self.config, tokens, params, self.source)
-
-    def _calibrate(self, calibrator: Calibrator | None, number: int) -> Any:
-        """Run a layer, keep its statistics; return a basis to absorb or a projection to write."""
-        if calibrator is None:
-            return None
-        specs = self.specs.layers[number]
-        params = self.architecture.complete(number, read_tree(specs, self.sources, jnp.float32))
-        try:
-            seen = calibrator.layer(params)
-        except InputError as error:
-            raise InputError(f"{self.sources[specs[0].name].file}: {error}") from None
-        if self.skew == "svd":
-            self._keep_loss(calibrator.loss(params))
-            basis, eigenvalues = svd_basis(seen)
-            mean = np.einsum("kd,kdc->kc", seen.key_mean, basis) if self.absorbs else seen.key_mean
-            self._keep(query_basis=basis, key_basis=basis, eigenvalues=eigenvalues, key_mean=mean)
-            self._keep_blocks(calibrator.blocks, basis if self.absorbs else None)
-            return basis
-        self._keep_blocks(calibrator.blocks)
-        projection, guess = calibrator.ahead(params)
-        self._keep_loss(calibrator.loss(params))
-        orthogonal, eigenvalues = svd_basis(seen)
-        query, key, _ = balanced_basis(seen)
-        ahead_query, ahead_key, _ = reduced_rank_basis(seen, guess)
-        self._keep(
-            query_basis=query,
-            key_basis=key,
-            eigenvalues=eigenvalues,
-            key_mean=seen.key_mean,
-            svd_basis=orthogonal,
-            ahead_query_basis=ahead_query,
-            ahead_key_basis=ahead_key,
-        )
-        return projection
-
-    def _keep_blocks(self, moments: BlockMoments, basis: np.ndarray | None = None) -> None:
-        """Keep the block moments, in the coordinates of the cached keys."""
-        keys, values = moments.key_covariance, moments.cross_covariance
-        if basis is not None:
-            keys = np.einsum("kdc,kde,kef->kcf", basis, keys, basis)
-            values = np.einsum("kdc,kde->kce", basis, values)
-        self._keep(tail_keys=keys, tail_values=values)
-
-    def _keep_loss(self, losses: np.ndarray) -> None:
-        """Keep the losses: the first two rows for budgets, the first and last for dense layers.
-
-        Budgets follow the loss of the query in use. Dense layers follow the last row, speculation
-        from the layer's input: a hidden state after resident attention may miss the effect of the
-        layer's own attention on the next query.
-        """
-        self._keep(sparse_loss=losses[[0, -1], BUDGETS.index(BUDGET)], row_loss=losses[:2])
-
-    def _keep(self, **arrays: np.ndarray) -> None:
-        for name, value in arrays.items():
-            self.statistics.setdefault(name, []).append(value.astype(np.float32))
-
-    def _add(
-        self, writer: SafetensorsWriter, specs: list[TensorSpec], basis: np.ndarray | None
-    ) -> None:
-        """Write tensors, with the basis folded into queries and keys."""
-        for spec in specs:
-            tensor = self.sources[spec.name].read()
-            part = spec.rule.path[0], spec.rule.part
-            if basis is not None and part in (("q", 0), ("kv", 0)):
-                tensor = absorb(tensor.T, basis).T
-            writer.add(spec.name, tensor.astype(self.dtype, copy=False))
-
-
 def _tokens(
     calibration: str | Path | Sequence[int] | None,
     tokenizer: Callable[[], Tokenizer],
@@ -363,3 +205,57 @@ def _tokens(
         return tokenized_file(path, tokenizer(), config, DEFAULT_TOKENS)
     ids = np.asarray(calibration, np.int32)
     return windows(ids, config, DEFAULT_TOKENS, "calibration", ids.tobytes())
+
+
+def _check_destination(source: Path, destination: Path, force: bool) -> Path:
+    """Refuse a destination that must not be written; return its resolved path."""
+    target, origin = expanded(destination).resolve(), source.resolve()
+    if target == origin:
+        raise InputError(f"{destination}: source and destination are the same folder")
+    if target in origin.parents:
+        raise InputError(f"{destination}: contains the source folder; choose another destination")
+    if not target.exists():
+        return target
+    if not force:
+        raise InputError(f"{destination}: already exists; choose another folder or give `force`")
+    replaceable = target.is_dir() and (
+        (target / MANIFEST_FILE).exists() or not any(target.iterdir())
+    )
+    if not replaceable:
+        raise InputError(
+            f"{destination}: is not a converted model, so `force` does not replace it; "
+            "choose another folder"
+        )
+    return target
+
+
+def _unchanged_files(
+    source: Path, sources: Mapping[str, TensorSource], dtype: str | None
+) -> list[Path]:
+    """Return the weight files that a conversion can use as they are; none if it changes weights."""
+    wanted = WEIGHT_DTYPES.values() if dtype is None else [WEIGHT_DTYPES[dtype]]
+    for tensor in sources.values():
+        if tensor.file.suffix != ".safetensors" or tensor.dtype not in wanted:
+            return []
+    return weight_files(source)
+
+
+def _weight_dtype(dtype: str | None, sources: Mapping[str, TensorSource]) -> np.dtype:
+    """Return the requested dtype, or the one that most stored elements have."""
+    if dtype is not None:
+        if dtype not in WEIGHT_DTYPES:
+            raise ParameterError("dtype", f"use {listed([*WEIGHT_DTYPES])}", dtype)
+        return WEIGHT_DTYPES[dtype]
+    sizes: collections.Counter[np.dtype] = collections.Counter()
+    for tensor in sources.values():
+        sizes[tensor.dtype] += math.prod(tensor.shape)
+    most = sizes.most_common(1)[0][0]
+    return most if most in WEIGHT_DTYPES.values() else WEIGHT_DTYPES["float32"]
+
+
+def _converted_config(hf: Mapping[str, Any], dtype: np.dtype) -> dict[str, Any]:
+    """Return config.json of the converted folder: the source's, with the dtype, without paths."""
+    config = {name: value for name, value in hf.items() if name not in PATHS}
+    if "torch_dtype" in config:  # name before transformers 5
+        config["torch_dtype"] = dtype.name
+    return config | {"dtype": dtype.name}

@@ -7,7 +7,7 @@
     attend.cu           attend to fetched rows
 
 NVRTC, from JAX's CUDA wheels, compiles the sources to PTX (`nvrtc`), which becomes part of XLA's
-programs (`launch`, `calls`, `scoring`). `first_use` checks them once on a machine. The environment
+programs (`launch`, `calls`). `first_use` checks them once on a machine. The environment
 variable INFINIGEN_JAX_KERNELS turns them and cuDNN's attention off (`0`), or skips the check
 (`unchecked`).
 
@@ -20,7 +20,6 @@ import os
 import jax
 
 from infinigen_jax.cuda import first_use, launch, nvrtc
-from infinigen_jax.cuda.launch import source
 from infinigen_jax.errors import one_line
 
 
@@ -34,7 +33,7 @@ def load() -> str | None:
         launch.driver_version()
         nvrtc.Nvrtc.load()
     except Exception as error:  # of the driver, the compiler or JAX; without kernels, XLA works
-        return _line(error)
+        return reason_of(error)
     return None
 
 
@@ -49,16 +48,14 @@ def unavailable() -> str | None:
     try:
         return first_use.failure()
     except Exception as error:  # of the driver or the compiler
-        return _line(error)
+        return reason_of(error)
 
 
-def _line(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """Return an error of a driver, a compiler or JAX as one line."""
     return one_line(str(error)) or type(error).__name__
 
 
 def in_use() -> bool:
     """Return whether programs traced now should call the kernels."""
     return jax.default_backend() == "gpu" and unavailable() is None
-
-
-__all__ = ["in_use", "load", "source", "unavailable"]

@@ -35,20 +35,15 @@ WHAT, ERROR = "the check of the CUDA kernels", "error: "
 
 
 def failure() -> str | None:
-    """Return why this GPU must not use the kernels, or None.
-
-    Raises:
-        OSError: the driver or the compiler is missing.
-    """
+    """Return why this GPU must not use the kernels, or None; OSError without driver or NVRTC."""
     device = jax.local_devices()[0]
     mark = mark_of(device)
     if mark is not None and os.path.exists(mark):
         return None
     logger.info("the CUDA kernels are checked before their first use on %s", device.device_kind)
-    if reason := run_check():
-        return reason
-    remember(device)
-    return None
+    if not (reason := run_check()):
+        remember(device)
+    return reason
 
 
 def mark_of(device: Any) -> Path | None:
@@ -68,17 +63,16 @@ def remember(device: Any) -> None:
 
 def combination(device: Any) -> str:
     """Return lines that identify what may affect a check's outcome."""
-    return "\n".join(
-        [
-            f"GPU {device.device_kind}",
-            f"driver's CUDA {driver_version()}",
-            f"XLA's {' '.join(device.client.platform_version.split())}",
-            f"NVRTC {nvrtc.Nvrtc.load().version}",
-            f"jax {jax.__version__}, jaxlib {jaxlib_version}",
-            f"Python {platform.python_version()}",
-            f"sources {hashlib.sha256(sources()).hexdigest()}",
-        ]
-    )
+    lines = [
+        f"GPU {device.device_kind}",
+        f"driver's CUDA {driver_version()}",
+        f"XLA's {' '.join(device.client.platform_version.split())}",
+        f"NVRTC {nvrtc.Nvrtc.load().version}",
+        f"jax {jax.__version__}, jaxlib {jaxlib_version}",
+        f"Python {platform.python_version()}",
+        f"sources {hashlib.sha256(sources()).hexdigest()}",
+    ]
+    return "\n".join(lines)
 
 
 def sources() -> bytes:
@@ -121,6 +115,5 @@ def run_check() -> str | None:
     # Libraries may have written more after the error.
     errors = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
     said = errors[-1] if errors else f"{WHAT} ended with status {status}: {' '.join(lines[-1:])}"
-    if status == CANNOT:
-        return f"{said}; {SWITCH}={UNCHECKED} skips the check"
-    return f"{said}; {SWITCH}={OFF} turns the kernels off"
+    remedy = f"{UNCHECKED} skips the check" if status == CANNOT else f"{OFF} turns the kernels off"
+    return f"{said}; {SWITCH}={remedy}"

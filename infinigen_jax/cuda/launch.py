@@ -54,17 +54,11 @@ def call(
 ) -> tuple[jax.Array, ...]:
     """Trace a launch of a kernel, whose parameters are pointers to all arrays, then `integers`.
 
-    Args:
-        grid: number of blocks, and of threads per block.
-        aliases: operand index -> index of the result that updates it in place.
-        concurrent: whether other work runs at the same time.
-
-    Raises:
-        OSError, nvrtc.CompileError: the kernel cannot be compiled.
+    `grid` is the number of blocks, and of threads per block. `aliases` maps an operand's index to
+    that of the result that updates it in place. With `concurrent` other work runs at the same time.
+    Raises OSError or `nvrtc.CompileError` if the kernel cannot be compiled.
     """
-    pointers = len(operands) + len(results)
-    blocks, threads = grid
-    one = np.int32(1)
+    (blocks, threads), pointers, one = grid, len(operands) + len(results), np.int32(1)
 
     def launch(*operands: jax.Array) -> Any:
         return jax.ffi.ffi_call(TARGET, results, input_output_aliases=aliases)(

@@ -29,9 +29,7 @@ class CompileError(RuntimeError):
 def ptx(source: str, architecture: int, folder: Path | None = None) -> str:
     """Return the PTX of a source for an architecture (90 for sm_90), cached or compiled now.
 
-    Raises:
-        OSError: NVRTC is missing.
-        CompileError: the source does not compile.
+    Raises OSError if NVRTC is missing, and CompileError if the source does not compile.
     """
     nvrtc = Nvrtc.load()
     digest = hashlib.sha256("\0".join((source, *OPTIONS)).encode()).hexdigest()[:16]

@@ -41,11 +41,7 @@ def first_place(
 
 @jax.jit
 def look(
-    place: Any,
-    stage: Any,
-    x: Float[Array, "b c e"],
-    start: Int[Array, " b"],
-    count: Int[Array, " b"],
+    place: Any, stage: Any, x: Float[Array, "b c e"], start: Array, count: Array
 ) -> Int[Array, "b 2"]:
     """Return the earlier place, or that of the chunk's first token whose `x` is not finite."""
     valid = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < count[:, None]
@@ -60,18 +56,15 @@ class Places:
     """First places that are not finite, over the chunks of some prompts."""
 
     def __init__(self, decoder: "Decoder", embedding: Params, prompts: int):
-        self.layers = decoder.config.num_layers
-        self._logits = functools.partial(_last_logits, decoder, embedding)
+        self._decoder, self._embedding = decoder, embedding
         self.place = np.full((prompts, 2), -1, np.int32)
 
-    def __call__(
-        self, stage: int, x: Float[Array, "b c e"], start: Int[Array, " b"], count: Int[Array, " b"]
-    ) -> None:
+    def __call__(self, stage: int, x: Array, start: Array, count: Array) -> None:
         """Check a stage's output; after the last layer, also the logits of the last token."""
         self.place = look(self.place, np.int32(stage), x, start, count)
-        if stage == self.layers:
-            one = jnp.minimum(count, 1)
-            logits, last = self._logits(x, count), start + jnp.maximum(count - 1, 0)
+        if stage == self._decoder.config.num_layers:
+            logits = _last_logits(self._decoder, self._embedding, x, count)
+            one, last = jnp.minimum(count, 1), start + jnp.maximum(count - 1, 0)
             self.place = look(self.place, np.int32(stage + 1), logits, last, one)
 
 
@@ -84,22 +77,14 @@ def _last_logits(
 
 
 def refuse(places: Sequence[Any], layers: int, prompts: Any) -> None:
-    """Raise NotFiniteError, which names prompt, layer and position, if a place is set.
-
-    `prompts` is the prompt number of each sequence; below 0 for those that belong to no prompt.
-    """
+    """Raise NotFiniteError if a place is set; `prompts` has each sequence's, below 0 for none."""
     for place in places:
         for prompt, (stage, position) in zip(prompts, np.asarray(place), strict=True):
             if stage >= 0 and prompt >= 0:
+                name = f"the output of layer {stage - 1}" if stage else "the embedding"
+                name = "the logits" if stage > layers else name
                 raise NotFiniteError(
                     "check",
-                    f"{_name(int(stage), layers)} of prompt {prompt + 1} holds a NaN or an "
-                    f"infinity at position {position}; get the model again, or use `dtype` float32 "
-                    "if it is not in use",
+                    f"{name} of prompt {prompt + 1} holds a NaN or an infinity at position "
+                    f"{position}; get the model again, or use `dtype` float32 if it is not in use",
                 )
-
-
-def _name(stage: int, layers: int) -> str:
-    if stage == 0:
-        return "the embedding"
-    return "the logits" if stage > layers else f"the output of layer {stage - 1}"

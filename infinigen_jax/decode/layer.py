@@ -23,11 +23,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from infinigen_jax.cache.cache import HostLayer, ReadCache
-from infinigen_jax.cache.host_array import capacity_of, write_span
-from infinigen_jax.cache.hot_set import replace_entries
-from infinigen_jax.cache.layers import Resident
-from infinigen_jax.cache.pool import Hot, Kept, held, touch
+from infinigen_jax.cache.cache import Cache
+from infinigen_jax.cache.host_array import capacity_of, gather_rows, store_rows, write_span
+from infinigen_jax.cache.hot_set import forget, replace_entries
+from infinigen_jax.cache.layers import Resident, storage_error, sums_of_values
+from infinigen_jax.cache.pool import Hot, Kept, held, insert, touch
 from infinigen_jax.decode.layer_rows import DeviceRows, HostRows, layer_rows
 from infinigen_jax.decode.layout import Layout
 from infinigen_jax.decode.state import (
@@ -38,7 +38,6 @@ from infinigen_jax.decode.state import (
     LayerState,
     Started,
     Target,
-    Weights,
 )
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.models import Params
@@ -86,8 +85,8 @@ class Decoder(Layout):
     ) -> tuple[Carry, Started | None, Hot]:
         """Request rows by a layer's input: those of its target, or its own, which it awaits.
 
-        Return the carry, with the layer's rows if it selects by its own query; the transfer under
-        way, if any; and the new hot set.
+        Return the carry, with the layer's rows if it selects by its own query, the transfer under
+        way, if any, and the new hot set.
         """
         target, place = inputs.target, inputs.place
         if target is not None:
@@ -123,16 +122,12 @@ class Decoder(Layout):
         return started, self.tie(started, q)
 
     def start(
-        self,
-        inputs: LayerInputs,
-        target: Target,
-        a: Float[Array, "b e"],
-        hot: Hot,
+        self, inputs: LayerInputs, target: Target, a: Float[Array, "b e"], hot: Hot
     ) -> Started:
         """Select rows for a layer by its approximate attention input, and start their transfer."""
         assert inputs.host is not None
         request = self.select(target, a, inputs.positions, capacity_of(inputs.host, len(a)))
-        moved, replacement, used = request.count, None, None
+        moved, replacement, used, rows = request.count, None, None, None
         if isinstance(hot, Kept):
             assert self.pool is not None
             used, hot = hot
@@ -140,22 +135,19 @@ class Decoder(Layout):
         if hot is not None:
             with jax.named_scope("reuse"):
                 hot, replacement = replace_entries(hot, request, inputs.positions, self.mesh)
-                moved = jnp.sum(replacement.miss, axis=-1, dtype=jnp.int32)
+                moved, rows = jnp.sum(replacement.miss, axis=-1, dtype=jnp.int32), hot.rows
         # Only attention that reads rows in the host cache uses marks.
         marks = request.marks if self.in_chunks and hot is None else None
         request = request._replace(chosen=None, marks=marks)
-        rows = None if hot is None else hot.rows
+        fetch = inputs.host, target.number, request, rows, replacement, self.mesh
         with jax.named_scope("fetch"):
-            arrays = self.transfer.fetch(
-                inputs.host, target.number, request, rows, replacement, self.mesh
-            )
-        return Started(request, arrays, moved, hot, used)
+            return Started(request, self.transfer.fetch(*fetch), moved, hot, used)
 
     def select(
         self, target: Target, a: Float[Array, "b e"], positions: Int[Array, " b"], capacity: int
     ) -> Request:
         """Ask the policy for the rows that a layer requests, at most `request_size(capacity)`."""
-        rows = target.positions
+        rows, size = target.positions, self.request_size(capacity)
         request = self.policy.select(
             Lookup(
                 config=self.config,
@@ -165,7 +157,7 @@ class Decoder(Layout):
                 a=a,
                 positions=positions,
                 number=target.number,
-                size=self.request_size(capacity),
+                size=size,
                 capacity=capacity,
                 share=target.weights.get("share"),
                 held=None if rows is None else held(rows, positions, self.policy.window),
@@ -174,7 +166,7 @@ class Decoder(Layout):
         if not isinstance(request, Request):
             problem = f"`select` returned {type(request).__name__}, not a Request"
             raise ParameterError("policy", problem, self.policy.name)
-        expected = len(a), self.config.num_kv_heads, self.request_size(capacity)
+        expected = len(a), self.config.num_kv_heads, size
         if request.slots.shape != expected or request.count.shape != expected[:2]:
             shapes = f"{list(request.slots.shape)} and counts {list(request.count.shape)}"
             problem = f"`select` returned slots {shapes}; give {list(expected)} and a count of each"
@@ -203,33 +195,8 @@ class Decoder(Layout):
             hot = started.hot._replace(rows=hot_rows)
         if self.pool is not None:
             hot = Kept(started.used, hot)
-        counts = carry.counts.add(started.request, started.moved)
+        counts = carry.counts.add(started.request.count, started.moved)
         return Carry(x, Fetched(started.request, rows), counts), hot
-
-    def place(self, weights: Weights, read: ReadCache, number: int, at: Any) -> HostLayer | None:
-        """Return where the host keeps the rows of its layer `number`; None if that is -1.
-
-        `at` is the same index as a device scalar.
-        """
-        if number < 0:
-            return None
-        place = HostLayer(at, read.scales[number], positions=read.pool_of(number))
-        if self.streams(number):
-            return place
-        if self.policy.has_tail or not self.policy.lead:
-            place = place._replace(weights=weights.policy[number])
-        if self.slots.tail_block or not self.policy.lead:
-            place = place._replace(state=read.states[number])
-        return place
-
-    def target(
-        self, weights: Weights, read: ReadCache, states: Any, number: int, at: Any
-    ) -> Target | None:
-        """Return host layer `number` as a target of selection; None if it selects no rows."""
-        if number < 0 or self.streams(number):
-            return None
-        params = weights.params["layers"][self.on_host[number]]
-        return Target(params, weights.policy[number], states[number], at, read.pool_of(number))
 
     def embed(self, params: Params, tokens: Int[Array, " b"], positions: Int[Array, " b"]) -> Carry:
         """Return the carry into the first layer."""
@@ -250,7 +217,7 @@ class Decoder(Layout):
     def predict(
         self, params: Params, x: Float[Array, "b e"]
     ) -> tuple[Float[Array, "b v"], Int[Array, " b"]]:
-        """Return the logits of the next tokens, float32, and the most likely tokens."""
+        """Return the next tokens' logits, float32, and the most likely tokens."""
         with jax.named_scope("sample"):
             logits = self.logits(params, x).astype(jnp.float32)
             return logits, lax.argmax(logits, 1, jnp.int32)
@@ -267,10 +234,10 @@ class Decoder(Layout):
         *,
         streams: bool,
     ) -> tuple[Shaped[Array, "l a k t w"], Any]:
-        """Write the ring of host layer `number` to the host, and its keys to the policy's state.
+        """Write the ring of host layer `number`, the `window` tokens before `lengths`, to the host.
 
-        The ring holds the `window` tokens before `lengths`. The call is idempotent: rows that the
-        host already has are written again. A layer that `streams` has no policy state.
+        Its keys go to the policy's state, which a layer that `streams` does not have. The call is
+        idempotent: rows that the host already has are written again.
         """
         start = jnp.maximum(lengths - self.policy.window, 0)
         span = Span(start, jnp.minimum(lengths, self.policy.window))
@@ -280,3 +247,49 @@ class Decoder(Layout):
             return host, state
         keys = rows[..., : self.config.head_dim]
         return host, self.policy.append(weights, state, keys, span)
+
+    def flush_pool(self, weights: tuple[Params, ...], cache: Cache) -> Cache:
+        """Flush all rings into free or evicted slots of a pool; rows that it has stay there."""
+        assert cache.host is not None and self.pool is not None
+        window = self.policy.window
+        start = jnp.maximum(cache.lengths - window, 0)
+        span = Span(start, jnp.full_like(start, window))
+        local, states, hot = list(cache.local), list(cache.states), list(cache.hot)
+        stored, places = [], []
+        for i, layer in enumerate(self.on_host):
+            resident, kept = local[layer], hot[i]
+            assert isinstance(resident, Resident)
+            rows = resident.since(start, self.slots)
+            stored.append(self.row_format.encode(cache.scales[i], rows))
+            # A streamed layer uses all its rows in every step, so every eviction order equals fifo.
+            used = kept.used if isinstance(kept, Kept) else None
+            positions = span.positions(window)
+            place = insert(
+                self.pool, cache.pool[i], used, positions, cache.lengths, self.policy.sinks
+            )
+            places.append(place)
+            if resident.left is not None:
+                # Evicted rows are read back in their stored form. New rows later enter the sum in
+                # their original form, so the rounding error of storing them is added here.
+                capacity = cache.host.shape[3]
+                old = jnp.minimum(place.slots, capacity - 1)
+                evicted = gather_rows(cache.host, jnp.int32(i), old, self.mesh)
+                evicted = self.row_format.decode(cache.scales[i], evicted)
+                left = resident.left - sums_of_values(evicted, place.evicted)
+                kept_rows, scales = place.slots < capacity, cache.scales[i]
+                left += storage_error(self.row_format, scales, stored[i], rows, kept_rows)
+                local[layer] = resident._replace(left=left)
+            if isinstance(kept, Kept):
+                hot[i] = Kept(
+                    place.used, None if kept.hot is None else forget(kept.hot, place.slots)
+                )
+                keys = rows[..., : self.config.head_dim]
+                states[i] = self.policy.append(weights[i], states[i], keys, span, place.slots)
+        slots = jnp.stack([place.slots for place in places])
+        return cache._replace(
+            host=store_rows(cache.host, jnp.stack(stored), slots, self.mesh),
+            states=tuple(states),
+            local=tuple(local),
+            hot=tuple(hot),
+            pool=tuple(place.positions for place in places),
+        )

@@ -10,9 +10,9 @@ A layer on the host attends to its resident and its fetched rows, or if it selec
 rows, streamed block by block.
 """
 
-import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,18 +32,22 @@ from infinigen_jax.cache.layers import DenseLayer, Resident, Sliding
 from infinigen_jax.cache.pool import held
 from infinigen_jax.cuda import calls
 from infinigen_jax.decode.layout import Layout
-from infinigen_jax.decode.requested_attention import attend_requested
 from infinigen_jax.decode.state import Carry, Counts, Fetched, LayerInputs, LayerState
+from infinigen_jax.ops import compaction
 from infinigen_jax.ops.attention import (
     Part,
+    Softmax,
     Tail,
     attend,
     attend_weighted,
     finish_softmax,
+    join_parts,
     join_softmax,
     packed,
     softmax_over,
+    start_softmax,
 )
+from infinigen_jax.ops.barriers import compute_once
 from infinigen_jax.ops.used_slots import over_used
 from infinigen_jax.policies.base import Attended
 from infinigen_jax.selection.select import Request
@@ -51,10 +55,12 @@ from infinigen_jax.speculation.query import mean_score
 from infinigen_jax.speculation.tail import predicted
 
 STREAM_BLOCK = 1024  # tokens of a streamed block
+# Reads the rows of some work items, given the KV head of each item (sequences and KV heads counted
+# together), its places in the request, and its slots.
+Read = Callable[[Int[Array, " p"], Int[Array, "p c"], Int[Array, "p c"]], Float[Array, "1 p c w"]]
 
 
-@dataclasses.dataclass(frozen=True)
-class DeviceRows:
+class DeviceRows(NamedTuple):
     """Rows of a layer that are all on the device."""
 
     layout: Layout
@@ -63,8 +69,7 @@ class DeviceRows:
     observed: Any = None
 
     def write(self, key: Float[Array, "b k d"], value: Float[Array, "b k d"]) -> "DeviceRows":
-        local = self.local.write(key, value, self.positions)
-        return dataclasses.replace(self, local=local)
+        return self._replace(local=self.local.write(key, value, self.positions))
 
     def near(self) -> Part:
         return self.local.near(self.positions, self.layout.slots, self.layout.dtype)
@@ -82,8 +87,7 @@ class DeviceRows:
         return o, self, carry.counts
 
 
-@dataclasses.dataclass(frozen=True)
-class HostRows:
+class HostRows(NamedTuple):
     """Rows of a layer on the host; sinks and recent tokens are also on the device."""
 
     layout: Layout
@@ -96,8 +100,7 @@ class HostRows:
     def write(self, key: Float[Array, "b k d"], value: Float[Array, "b k d"]) -> "HostRows":
         row = jnp.concatenate([key, value], axis=-1)
         summed = self.layout.summed(self.place.weights or {})
-        local = self.local.write(row, self.positions, self.layout.slots, summed)
-        return dataclasses.replace(self, local=local)
+        return self._replace(local=self.local.write(row, self.positions, self.layout.slots, summed))
 
     def near(self) -> Part:
         return self.local.part(self.positions, self.layout.slots)
@@ -111,7 +114,7 @@ class HostRows:
         if attended is None:
             return o, self, carry.counts
         observed = self.layout.policy.observe(self.observed, attended)
-        return o, dataclasses.replace(self, observed=observed), carry.counts
+        return o, self._replace(observed=observed), carry.counts
 
     def _attend_fetched(
         self, q: Float[Array, "b k g d"], fetched: Fetched
@@ -171,30 +174,23 @@ class HostRows:
     def tail_term(
         self, q: Float[Array, "b k g d"], request: Request, taken: Float[Array, "b k d"] | None
     ) -> Tail | None:
-        """Return host-only rows that were not fetched as one token, if the policy has a tail.
+        """Return few tokens that stand for the host-only rows that were not fetched, if requested.
 
-        A tail of one mean needs `taken`, the sum of the fetched values.
-        """
-        if self.layout.slots.tail_block:
-            return self.tail_blocks(q, request)
-        if request.rest is None:
-            return None
-        assert self.local.left is not None and taken is not None
-        score = self._with_mean(request.rest.score, q)
-        host_rows = jnp.sum(self._on_host_only(), axis=-1, dtype=jnp.int32)
-        missing = (host_rows - request.count)[..., None]
-        score = jnp.where((missing > 0)[..., None], score, -jnp.inf)
-        return Tail(score, self.local.left - taken[:, :, None], missing)
-
-    def tail_blocks(self, q: Float[Array, "b k g d"], request: Request) -> Tail:
-        """Return host-only rows that were not fetched as one token per block.
-
-        The scores come from the layer's own query. A block's value is the mean over all its
-        host-only tokens, fetched or not, plus the correction that the policy predicts from the
-        index entries of those not fetched (`speculation.tail`).
+        One mean needs `taken`, the sum of the fetched values. With blocks there is one token per
+        block, scored by the layer's own query. Its value is the mean over all host-only tokens of
+        the block, fetched or not, plus the correction that the policy predicts from the index
+        entries of those not fetched (`speculation.tail`).
         """
         layout, weights, rest = self.layout, self.place.weights, request.rest
+        if rest is None and not layout.slots.tail_block:
+            return None
         assert self.local.left is not None and weights is not None
+        if not layout.slots.tail_block:
+            assert rest is not None and taken is not None
+            host_rows = jnp.sum(self._on_host_only(), axis=-1, dtype=jnp.int32)
+            missing = (host_rows - request.count)[..., None]
+            score = jnp.where((missing > 0)[..., None], self._with_mean(rest.score, q), -jnp.inf)
+            return Tail(score, self.local.left - taken[:, :, None], missing)
         with jax.named_scope("tail"):
             if rest is None:
                 rest = layout.policy.own_rest(weights, self.place.state, q, request, self.positions)
@@ -221,12 +217,10 @@ class HostRows:
 
     def _attend_streamed(self, q: Float[Array, "b k g d"]) -> Float[Array, "b k g d"]:
         layout, cap, batch = self.layout, self.layout.config.attention_softcap, q.shape[0]
-        capacity = capacity_of(self.host, batch)
+        capacity, eligible = capacity_of(self.host, batch), self._on_host_only()
         block = min(capacity, STREAM_BLOCK)
-        eligible = self._on_host_only()
         # The capacity of a pool may not be a multiple of the block. The last read then starts early
         # and overlaps the previous block; the rows read again are masked.
-        blocks = -(-capacity // block)
 
         def visit(i: Array, state: Any) -> Any:
             start = i * block
@@ -243,14 +237,13 @@ class HostRows:
             return join_softmax(state, softmax_over(q, packed(rows, valid), cap))
 
         state = softmax_over(q, self.near(), cap)
-        state = lax.fori_loop(jnp.int32(0), jnp.int32(blocks), visit, state)
+        state = lax.fori_loop(jnp.int32(0), jnp.int32(-(-capacity // block)), visit, state)
         return finish_softmax(state, q)
 
     def _count_streamed(self, counts: Counts) -> Counts:
-        host_rows = self._on_host_only()
-        rows = jnp.sum(host_rows, axis=(1, 2), dtype=jnp.int32)
-        rows = rows * (self.layout.config.num_kv_heads // host_rows.shape[1])
-        return Counts(counts.selected + rows, counts.moved + rows)
+        rows = jnp.sum(self._on_host_only(), axis=2, dtype=jnp.int32)
+        rows = jnp.broadcast_to(rows, (len(rows), self.layout.config.num_kv_heads))
+        return counts.add(rows, rows)
 
 
 def layer_rows(layout: Layout, inputs: LayerInputs, state: LayerState) -> DeviceRows | HostRows:
@@ -259,3 +252,71 @@ def layer_rows(layout: Layout, inputs: LayerInputs, state: LayerState) -> Device
         return DeviceRows(*common)
     assert inputs.host is not None
     return HostRows(*common, host=inputs.host, place=inputs.place)
+
+
+def attend_requested(
+    q: Float[Array, "b k g d"],
+    request: Request,
+    read: Read,
+    sums: bool,
+    cap: float | None = None,
+) -> tuple[Softmax, Float[Array, "b k d"] | None]:
+    """Return attention to a request's valid rows, and with `sums` the sum of their values.
+
+    KV heads request very different numbers of rows. The valid rows are therefore cut into work
+    items (`ops.compaction`). A loop reads some items and attends to them while they are in the
+    CPU's cache. A head's items are combined in a fixed order: a sequence's sums do not depend on
+    the others.
+
+    If the request has marks, slots are computed from them when read. XLA then drops the request's
+    own slots if selection and attention are in one program.
+    """
+    b, k, g, d = q.shape
+    heads, n = b * k, request.slots.shape[2]
+    count = request.count.reshape(heads)
+    items, most = compaction.cut_items(count), compaction.most_items(n)
+    at_once = compaction.items_at_once(heads, most)
+    room = heads * most + at_once
+    queries = q.reshape(heads, g, d)
+    if request.marks is None:
+        slots = request.slots.reshape(heads, n)
+    else:
+        marks = request.marks.reshape(heads, -1)
+        counts = compaction.running_counts(marks)
+        starts = compaction.mark_starts(marks, counts, count, items, room)
+
+    def find(i: Array, head: Array, place: Array, valid: Array) -> Array:
+        if request.marks is None:
+            return slots[head[:, None], place]
+
+        def search() -> Array:
+            at = lax.dynamic_slice_in_dim(starts, i * at_once, at_once)
+            return jnp.where(valid, compaction.marks_at(marks, at, head), 0)  # beyond the count
+
+        return compute_once(search)
+
+    def visit(i: Array, results: Any) -> Any:
+        head, place = items.places(i, at_once)
+        valid = place < count[head][:, None]
+        place = jnp.minimum(place, n - 1)
+        part = packed(read(head, place, find(i, head, place, valid)), valid[None])
+        query = queries[head][None]
+        softmax = softmax_over(query, part, cap)
+        return jax.tree.map(
+            lambda kept, new: lax.dynamic_update_slice_in_dim(kept, new[0], i * at_once, axis=0),
+            results,
+            (softmax, part.taken(d) if sums else None),
+        )
+
+    taken = jnp.zeros((room, d), jnp.float32) if sums else None
+    empty = start_softmax(jnp.zeros((1, room, g, d), q.dtype))
+    results: Any = jax.tree.map(lambda x: x[0], empty), taken
+    results = lax.fori_loop(jnp.int32(0), items.loops(at_once), visit, results)
+    place = jnp.arange(most, dtype=jnp.int32)[None]
+    valid_items = place < items.counts[:, None]
+    place = jnp.where(valid_items, items.begin[:, None] + place, 0)
+    parts, taken = jax.tree.map(lambda x: x[place].reshape(b, k, most, *x.shape[1:]), results)
+    valid_items = valid_items.reshape(b, k, most)
+    if sums:
+        taken = jnp.sum(jnp.where(valid_items[..., None], taken, 0.0), axis=2)
+    return join_parts(parts, valid_items), taken

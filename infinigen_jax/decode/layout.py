@@ -23,31 +23,23 @@ from infinigen_jax.transfer import Transfer
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Model architecture and engine settings that determine the programs of a step.
-
-    Attributes:
-        dense_layers: leading layers whose cache stays on the device. Layers with a sliding window
-            also stay there.
-        mesh: axes "data" (sequences) and "model" (KV heads).
-        hot_set: entries of the hot set in multiples of a request; 0 for none, else at least 1.
-        curves: measured loss of each layer by budget, if the layers' budgets depend on it.
-    """
+    """Model architecture and engine settings that determine the programs of a step."""
 
     config: ModelConfig
     dtype: jnp.dtype
     policy: Policy
     transfer: Transfer
-    dense_layers: int
-    mesh: Mesh
+    dense_layers: int  # leading layers on the device; those with a sliding window are there as well
+    mesh: Mesh  # axes "data" (sequences) and "model" (KV heads)
     rows: str = "auto"
-    hot_set: float = 0.0
+    hot_set: float = 0.0  # entries in multiples of a request; 0 for none, else at least 1
     pool: Pool | None = None
     weights_on_host: bool = False
-    curves: Curves | None = None
+    curves: Curves | None = None  # loss of each layer by budget, if budgets depend on it
 
     @functools.cached_property
     def of_chunks(self) -> Self:
-        """The layout with defaults for all settings that do not affect a prompt's layers.
+        """The layout without the settings that do not affect a prompt's layers.
 
         Engines that differ only in these settings share the programs, also those on disk.
         """
@@ -134,10 +126,7 @@ class Layout:
         return [x.request_size(capacity) for x in policies or [policy] * len(self.selecting)]
 
     def request_size(self, capacity: int) -> int:
-        """Return the static number of rows in a request, so that one program serves all layers.
-
-        Counts mask rows beyond a layer's own budget.
-        """
+        """Return the static size of every layer's request; `count` of its rows are valid."""
         return max(self.request_sizes(capacity), default=0)
 
     @property
@@ -152,7 +141,7 @@ class Layout:
 
     @property
     def in_chunks(self) -> bool:
-        """Whether attention reads only valid rows, see `decode.requested_attention`.
+        """Whether attention reads only valid rows, see `layer_rows.attend_requested`.
 
         True where host and device share memory: on the CPU a loop is cheap, and padding costs as
         much as valid rows. Attention weights are not kept, so observing policies are excluded.
@@ -179,11 +168,10 @@ class Layout:
         Includes all layers, padding of requests, and streamed layers up to the cache's end. Next to
         layers that move valid rows alone, streamed layers count theirs, too.
         """
-        streamed = sum(self.streams(number) for number in range(self.host_layers))
-        valid_alone = self.transfer.concurrent or self.transfer.in_place or self.hot_set
-        if self.selecting and valid_alone:
+        selecting = len(self.selecting)
+        if selecting and (self.transfer.concurrent or self.transfer.in_place or self.hot_set):
             return None
-        return streamed * capacity + len(self.selecting) * self.request_size(capacity)
+        return (self.host_layers - selecting) * capacity + selecting * self.request_size(capacity)
 
     def hot_entries(self, capacity: int) -> int:
         """Return the entries of a host layer's hot set, per sequence and KV head."""
@@ -191,8 +179,7 @@ class Layout:
 
     def empty_hot_set(self, batch: int, capacity: int) -> HotSet | None:
         """Return an empty hot set for a host layer; None if the layout has no hot sets."""
-        size, stored = self.hot_entries(capacity), self.row_format
+        size, stored, heads = self.hot_entries(capacity), self.row_format, self.config.num_kv_heads
         if not size:
             return None
-        heads = self.config.num_kv_heads
         return HotSet.empty(batch, heads, size, stored.width, capacity, stored.storage)

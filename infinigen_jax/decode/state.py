@@ -22,36 +22,23 @@ class Weights(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Host layer that rows are selected for.
-
-    Attributes:
-        weights: the policy's arrays for the layer, from `Policy.prepare`.
-        number: index among the host layers.
-        positions: token positions of the rows in its pool; None without a pool.
-    """
+    """Host layer that rows are selected for."""
 
     params: Params
-    weights: Params
+    weights: Params  # the policy's arrays for the layer, from `Policy.prepare`
     state: Any
-    number: Int[Array, ""]
-    positions: Int[Array, "b k t"] | None = None
+    number: Int[Array, ""]  # among the host layers
+    positions: Int[Array, "b k t"] | None = None  # of the rows in its pool; None without a pool
 
 
 class LayerInputs(NamedTuple):
-    """Arrays that one layer of a step reads.
-
-    Attributes:
-        upcoming: parameters of the next layer if they are in host memory; else empty.
-        host: host cache; None if no layer uses it.
-        place: where and how the host keeps this layer's rows; None for a layer on the device.
-        target: later layer that this one requests rows for; None if it requests none, or its own.
-    """
+    """Arrays that one layer of a step reads."""
 
     params: Params
-    upcoming: list[Params]
-    host: Shaped[Array, "l a k t w"] | None
-    place: HostLayer | None
-    target: Target | None
+    upcoming: list[Params]  # parameters of the next layer if they are in host memory; else empty
+    host: Shaped[Array, "l a k t w"] | None  # None if no layer uses it
+    place: HostLayer | None  # of this layer's rows on the host; None for a layer on the device
+    target: Target | None  # later layer that this one requests rows for, if any
     positions: Int[Array, " b"]
 
 
@@ -64,42 +51,30 @@ class LayerState(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """Rows requested for a layer, in the host's row format.
-
-    `rows` is None if the transfer leaves them in the host cache (`XlaTransfer.in_place`).
-    """
+    """Rows requested for a layer, in the host's row format."""
 
     request: Request
-    rows: Shaped[Array, "b k n w"] | None
+    rows: Shaped[Array, "b k n w"] | None  # None if left in the host cache, `XlaTransfer.in_place`
 
 
 class Counts(NamedTuple):
-    """Rows selected and moved in a step so far, summed over layers and KV heads.
-
-    The hot set holds the selected rows that are not moved.
-    """
+    """Rows selected and moved in a step so far, summed over layers and KV heads."""
 
     selected: Int[Array, " b"]
-    moved: Int[Array, " b"]
+    moved: Int[Array, " b"]  # the hot set holds the others
 
-    def add(self, request: Request, moved: Int[Array, "b k"]) -> "Counts":
-        """Return the counts after a request, of which `moved` rows crossed."""
-        return Counts(
-            self.selected + jnp.sum(request.count, axis=-1), self.moved + jnp.sum(moved, axis=-1)
-        )
+    def add(self, selected: Int[Array, "b k"], moved: Int[Array, "b k"]) -> "Counts":
+        return Counts(self.selected + jnp.sum(selected, -1), self.moved + jnp.sum(moved, -1))
 
 
 class Started(NamedTuple):
-    """Transfer under way, with the results of `XlaTransfer.fetch`.
-
-    `moved` rows per sequence and KV head cross. `hot` has the new directory and the old rows.
-    """
+    """Transfer under way."""
 
     request: Request
     arrays: FetchedRows
-    moved: Int[Array, "b k"]
-    hot: HotSet | None
-    used: Shaped[Array, "b k t"] | None = None
+    moved: Int[Array, "b k"]  # rows that cross
+    hot: HotSet | None  # with the new directory and the old rows
+    used: Shaped[Array, "b k t"] | None = None  # see `cache.pool`
 
 
 class Carry(NamedTuple):

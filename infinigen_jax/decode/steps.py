@@ -22,7 +22,6 @@ from jaxtyping import Array, Float, Int
 from infinigen_jax.cache.cache import Cache, HostLayer, ReadCache, StepCache
 from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.cache.layers import Local
-from infinigen_jax.decode import pool_flush as pooled
 from infinigen_jax.decode.compiler_options import step_options
 from infinigen_jax.decode.finite_check import finite_after, first_place
 from infinigen_jax.decode.layer import Decoder
@@ -38,21 +37,14 @@ GROUPS = (4, 3)
 
 
 class Watched(NamedTuple):
-    """One layer of a step with its inputs and outputs, for a `Watch` function.
-
-    Attributes:
-        before, after: carry into the layer and out of it.
-        local: rows of the layer on the device, including the current token's.
-        place: place of the layer's rows on the host; None for a layer on the device.
-        selection: target that the layer's rows are selected for; None if none are selected.
-    """
+    """One layer of a step with its inputs and outputs, for a `Watch` function."""
 
     params: Params
     before: Carry
     after: Carry
-    local: Local
-    place: HostLayer | None
-    selection: Target | None
+    local: Local  # rows of the layer on the device, including the current token's
+    place: HostLayer | None  # of the layer's rows on the host; None for a layer on the device
+    selection: Target | None  # that the layer's rows are selected for; None if none are
     host: Array | None
     positions: Array
 
@@ -70,55 +62,36 @@ Watch = Callable[[Decoder, Watched], tuple[Carry, Any]]
 
 
 class Pieces(NamedTuple):
-    """Functions that make up a step: traced into one program, or compiled one by one.
+    """Functions that make up a step: traced into one program, or compiled one by one."""
 
-    Attributes:
-        embed: (params, tokens, positions) -> carry into the first layer.
-        bring: (params, x) -> a layer's parameters copied from host memory, and x.
-        first: `Decoder.request_first`.
-        layers: (inputs, states, carry) -> carry, states, and the next layer's parameters if they
-            are in host memory. Inputs and states are lists, with an item for each layer of a group.
-        groups: the layers of each call of `layers`, in order.
-    """
-
-    embed: Callable[..., Any]
-    bring: Callable[..., Any]
-    first: Callable[..., Any]
+    embed: Callable[..., Any]  # (params, tokens, positions) -> carry into the first layer
+    bring: Callable[..., Any]  # (params, x) -> a layer's parameters copied from host memory, and x
+    first: Callable[..., Any]  # `Decoder.request_first`
+    # (inputs, states, carry) -> carry, states, and the next layer's parameters if they are in host
+    # memory. Inputs and states are lists, with an item for each layer of a group.
     layers: Callable[..., Any]
-    groups: tuple[range, ...]
+    groups: tuple[range, ...]  # the layers of each call of `layers`, in order
 
 
 class Arrays:
-    """Arrays of a step in progress: `hot` and `states` by host layer, others by layer of the model.
-
-    `stored` are the parameters, on the device or in host memory.
-    """
+    """Arrays of a step in progress; `hot` and `states` by host layer, others by model layer."""
 
     def __init__(
-        self,
-        decoder: Decoder,
-        numbers: Sequence[Int[Array, ""]],
-        weights: Weights,
-        read: ReadCache,
-        live: StepCache,
+        self, decoder: Decoder, numbers: Any, weights: Weights, read: ReadCache, live: StepCache
     ):
         self._decoder, self._numbers, self._weights, self._read = decoder, numbers, weights, read
         self._local, self._hot, self._states = list(live.local), list(live.hot), list(live.states)
-        self._lengths, self.stored = live.lengths, weights.params["layers"]
+        self._lengths = live.lengths
+        self.stored = weights.params["layers"]  # on the device or in host memory
 
-    def inputs(self, layer: int, params: Params, target: int) -> LayerInputs:
-        """Return what a layer reads when it requests rows for host layer `target`, -1 for none."""
-        decoder, number = self._decoder, self._decoder.host_number(layer)
-        if not decoder.policy.lead:
-            target = -1  # `place` describes a layer that selects by its own query
-        return LayerInputs(
-            params,
-            self.stored[layer + 1 : layer + 2] if decoder.weights_on_host else [],
-            self._read.host,
-            decoder.place(self._weights, self._read, number, self._at(number)),
-            self._target(target),
-            self._lengths,
-        )
+    def inputs(self, layer: int, params: Params) -> LayerInputs:
+        """Return what a layer reads."""
+        decoder = self._decoder
+        upcoming = self.stored[layer + 1 : layer + 2] if decoder.weights_on_host else []
+        # `place` describes a layer that selects by its own query.
+        target = self._target(decoder.fetches_for(layer) if decoder.policy.lead else -1)
+        place = self._place(decoder.host_number(layer))
+        return LayerInputs(params, upcoming, self._read.host, place, target, self._lengths)
 
     def state(self, layer: int) -> LayerState:
         """Return what a layer replaces."""
@@ -136,12 +109,11 @@ class Arrays:
 
     def request_first(self, first: Callable[..., Any], params: Params, carry: Carry) -> Carry:
         """Request the rows of layer 0 with the piece `first`."""
-        inputs = self.inputs(0, params, 0)._replace(upcoming=[])
+        inputs = self.inputs(0, params)._replace(upcoming=[], target=self._target(0))
         carry, self._hot[0] = first(inputs, self._hot[0], carry)
         return carry
 
     def watched(self, layer: int, inputs: LayerInputs, before: Carry, after: Carry) -> Watched:
-        """Return a layer that was computed, for a `Watch` function."""
         selection = self._target(self._decoder.host_number(layer))
         read_arrays = inputs.place, selection, self._read.host, self._lengths
         return Watched(inputs.params, before, after, self._local[layer], *read_arrays)
@@ -150,12 +122,28 @@ class Arrays:
     def live(self) -> StepCache:
         return StepCache(tuple(self._local), tuple(self._hot), tuple(self._states), self._lengths)
 
-    def _at(self, number: int) -> Int[Array, ""] | None:
-        return self._numbers[number] if number >= 0 else None
+    def _place(self, number: int) -> HostLayer | None:
+        """Return where the host keeps the rows of its layer `number`; None if that is -1."""
+        if number < 0:
+            return None
+        decoder, read = self._decoder, self._read
+        pool = read.pool_of(number)
+        place = HostLayer(self._numbers[number], read.scales[number], positions=pool)
+        if decoder.streams(number):
+            return place
+        if decoder.policy.has_tail or not decoder.policy.lead:
+            place = place._replace(weights=self._weights.policy[number])
+        if decoder.slots.tail_block or not decoder.policy.lead:
+            place = place._replace(state=read.states[number])
+        return place
 
     def _target(self, number: int) -> Target | None:
-        states = self._states or self._read.states
-        return self._decoder.target(self._weights, self._read, states, number, self._at(number))
+        """Return host layer `number` as a target of selection; None if it selects no rows."""
+        if number < 0 or self._decoder.streams(number):
+            return None
+        params, read = self.stored[self._decoder.on_host[number]], self._read
+        arrays = self._weights.policy[number], (self._states or read.states)[number]
+        return Target(params, *arrays, self._numbers[number], read.pool_of(number))
 
 
 def step(
@@ -170,13 +158,9 @@ def step(
 ) -> tuple[Float[Array, "b e"], StepCache, Counts, tuple[Any, ...]]:
     """Run all layers over the tokens at the next position.
 
-    Args:
-        numbers: indices of the host layers, as device scalars.
-        watch: function called after every layer, if any; each group is then a single layer.
-
-    Returns:
-        The last layer's output; the new cache arrays, with `lengths` unchanged; rows selected
-        and moved; and the records of `watch`, one per layer.
+    `numbers` are the indices of the host layers, as device scalars. `watch`, if any, is called
+    after every layer; each group is then a single layer. Return the last layer's output, the new
+    cache arrays with `lengths` unchanged, the rows selected and moved, and the records of `watch`.
     """
     arrays, records = Arrays(decoder, numbers, weights, read, live), []
     carry = pieces.embed(weights.params["embedding"], tokens, live.lengths)
@@ -186,18 +170,14 @@ def step(
         carry = arrays.request_first(pieces.first, params, carry)
     for group in pieces.groups:
         of_layers, before = [params, *arrays.stored[group.start + 1 : group.stop]], carry
-        inputs = [
-            arrays.inputs(i, params, decoder.fetches_for(i))
-            for i, params in zip(group, of_layers, strict=True)
-        ]
+        inputs = [arrays.inputs(i, params) for i, params in zip(group, of_layers, strict=True)]
         states = [arrays.state(i) for i in group]
         with jax.named_scope(f"layer{group.start}"):
             carry, states, brought = pieces.layers(inputs, states, carry)
         for i, state in zip(group, states, strict=True):
             arrays.keep(i, state)
         if watch is not None:
-            watched = arrays.watched(group.start, inputs[0], before, carry)
-            carry, record = watch(decoder, watched)
+            carry, record = watch(decoder, arrays.watched(group.start, inputs[0], before, carry))
             records.append(record)
         if group.stop < len(arrays.stored):
             params = arrays.stored[group.stop]
@@ -266,24 +246,14 @@ def groups_of(decoder: Decoder) -> tuple[range, ...]:
 
 
 class Steps(NamedTuple):
-    """Compiled functions of a Decoder; they donate the cache arrays that they replace.
+    """Compiled functions of a Decoder; they donate the cache arrays that they replace."""
 
-    Attributes:
-        fused: a whole step; returns the arrays that it replaces, logits of the next tokens, the
-            most likely tokens, and counts.
-        checked: `fused`, with the first stage that is not finite (see `decode.finite_check`).
-        pieces: programs of the layerwise schedule.
-        predict: logits and most likely tokens, the last program of a layerwise step.
-        flush: write one host layer's ring to the host.
-        flush_pool: write the rings of a cache with a pool to the host.
-    """
-
-    fused: Any
-    checked: Any
-    pieces: Pieces
-    predict: Any
-    flush: Any
-    flush_pool: Any
+    fused: Any  # a whole step: the arrays it replaces, logits, most likely tokens, and counts
+    checked: Any  # `fused`, with the first stage that is not finite, see `decode.finite_check`
+    pieces: Pieces  # of the layerwise schedule
+    predict: Any  # logits and most likely tokens, the last program of a layerwise step
+    flush: Any  # of one host layer's ring to the host
+    flush_pool: Any  # of the rings of a cache with a pool
 
 
 @functools.lru_cache(maxsize=64)
@@ -312,6 +282,7 @@ def steps(decoder: Decoder) -> Steps:
     def program(function: Callable[..., Any], out: Any, **options: Any) -> Program:
         return Program(function, decoder, out, compiler_options=step_options(decoder), **options)
 
+    checked = functools.partial(fused, check=True)
     at: Any = Placement(decoder.mesh)
     counts, live = Counts(at.batch, at.batch), StepCache(at.rows, at.rows, at.rows, at.batch)
     carry = Carry(at.batch, at.rows, counts)
@@ -320,9 +291,7 @@ def steps(decoder: Decoder) -> Steps:
     bring = program(pieces.bring, (at.whole, at.batch)) if decoder.weights_on_host else pieces.bring
     return Steps(
         fused=program(fused, predicted, donate_argnums=2),
-        checked=program(
-            functools.partial(fused, check=True), (*predicted, at.batch), donate_argnums=2
-        ),
+        checked=program(checked, (*predicted, at.batch), donate_argnums=2),
         pieces=Pieces(
             embed=program(pieces.embed, Carry(at.batch, None, counts)),
             bring=bring,
@@ -335,7 +304,7 @@ def steps(decoder: Decoder) -> Steps:
         flush=program(
             decoder.flush, (at.host, at.rows), donate_argnums=(2, 3), static_argnames="streams"
         ),
-        flush_pool=program(functools.partial(pooled.flush, decoder), whole, donate_argnums=1),
+        flush_pool=program(decoder.flush_pool, whole, donate_argnums=1),
     )
 
 

@@ -1,4 +1,4 @@
-"""A batch's cache between decode steps: flushes, and sequences that change hands.
+"""A batch between decode steps: dispatch, flushes, and sequences that change hands.
 
     sequence   0          1      2           an index into every array of the cache
     state      running    idle   running     an idle sequence has at most a window of tokens
@@ -10,18 +10,84 @@ leaves the ring, regardless of when its sequence began.
 """
 
 import abc
-from typing import Any
+import collections
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from infinigen_jax.cache.cache import Cache
-from infinigen_jax.cache.host_array import Placement
-from infinigen_jax.decode.steps import Watch
-from infinigen_jax.engine.batching import insert, rest
-from infinigen_jax.engine.dispatch import Dispatcher, Stepped
+from infinigen_jax.cache.host_array import (
+    Placement,
+    read_block,
+    read_sequence,
+    shared_slots,
+    write_block,
+)
+from infinigen_jax.decode.compiled import compiled
+from infinigen_jax.decode.layer import Decoder
+from infinigen_jax.decode.layer_rows import STREAM_BLOCK
+from infinigen_jax.decode.state import Counts
+from infinigen_jax.decode.steps import Watch, flush_cache, host_numbers, single_layers, step, steps
 from infinigen_jax.engine.runtime import Runtime
+
+IDLE = -1
+
+
+class Stepped(NamedTuple):
+    """Result of a decode step; `logits` and `best` are of the next tokens.
+
+    `place` is the first value that is not finite, if checked; see `decode.finite_check`.
+    """
+
+    cache: Cache
+    logits: Float[Array, "b v"]
+    best: Int[Array, " b"]
+    counts: Counts
+    place: Sequence[Array] = ()
+    records: tuple[Any, ...] = ()
+
+
+class Dispatcher:
+    """Dispatch of compiled decode steps, in either schedule, without waiting for the device."""
+
+    def __init__(self, runtime: Runtime, *, drafts: bool = False):
+        self.decoder, self.weights = runtime.decoder, runtime.weights
+        if drafts:
+            self.decoder, self.weights = runtime.drafter
+        self._steps, self._numbers = steps(self.decoder), host_numbers(self.decoder)
+        self._check = runtime.settings.check
+        self._layerwise = runtime.settings.schedule == "layerwise" and not self._check
+
+    def step(self, cache: Cache, tokens: Int[Array, " b"], watch: Watch | None = None) -> Stepped:
+        """Dispatch a step over the next token of each sequence.
+
+        The arrays of `cache` that the step replaces are donated. `watch` is called between the
+        layers' programs; the step then uses the layerwise schedule, with equal results.
+        """
+        with jax.transfer_guard("disallow"):
+            arguments = (self.weights, *cache.parts(self.decoder.policy.observes), tokens)
+            if not self._layerwise and watch is None:
+                fused = self._steps.checked if self._check else self._steps.fused
+                new, logits, best, counts, *place = fused(*arguments)
+                return Stepped(cache.stepped(new), logits, best, counts, place)
+            pieces = self._steps.pieces
+            if watch is not None:
+                pieces = pieces._replace(groups=single_layers(self.decoder))
+            common = self.decoder, pieces, self._numbers
+            x, new, counts, records = step(*common, *arguments, watch)
+            embedding = self.weights.params["embedding"]
+            logits, best, lengths = self._steps.predict(embedding, x, new.lengths)
+            cache = cache.stepped(new._replace(lengths=lengths))
+            return Stepped(cache, logits, best, counts, records=records)
+
+    def flush(self, cache: Cache) -> Cache:
+        """Write the rows of the rings to the host."""
+        return flush_cache(self.decoder, self.weights, cache)
 
 
 class Batch(abc.ABC):
@@ -78,14 +144,149 @@ class Batch(abc.ABC):
         """
         if self.idle.all():
             self._since_flush = 0
-        at = jax.device_put(np.int32(sequence), self._at.whole)
-        self.cache, others = insert(self.decoder, self.cache, others, one, new, at)
+        given = self.cache, others, one, new, np.int32(sequence)
+        self.cache, others = insert(self.decoder, *given)
         self.cached = np.where(np.arange(len(self.cached)) == sequence, tokens, self.cached)
         return others
 
     def rest(self) -> None:
-        """Set the lengths of idle sequences to 0, so that they never fill the cache."""
+        """Set the lengths of idle sequences to 0: they fetch nothing and never fill the cache."""
         idle = jax.device_put(self.idle, self._at.batch)
-        lengths = rest(self.decoder, self.cache.lengths, idle)
-        self.cache = self.cache._replace(lengths=lengths)
+        self.cache = self.cache._replace(lengths=_rest(self.decoder, self.cache.lengths, idle))
         self.cached, self._left = np.where(self.idle, 0, self.cached), False
+
+
+class Owners:
+    """Record of which prompt occupies each sequence of a batch, kept in Python."""
+
+    def __init__(self, prompt_lengths: np.ndarray, batch: int):
+        self._prompt_lengths = prompt_lengths
+        # Prompt of each sequence, [b], or IDLE; replaced, never changed in place.
+        self.owner = np.arange(batch)
+        self.waiting = collections.deque(range(batch, len(prompt_lengths)))  # not admitted yet
+        self._steps: list[tuple[np.ndarray, np.ndarray]] = []
+
+    @property
+    def batch(self) -> int:
+        return len(self.owner)
+
+    @property
+    def idle(self) -> np.ndarray:
+        return self.owner == IDLE
+
+    def record(self, owner: np.ndarray, cached: np.ndarray, steps: int = 1) -> None:
+        """Record dispatched steps after `cached` tokens, [b], and the owners at that time."""
+        self._steps += [(owner, cached + step) for step in range(steps)]
+
+    def give(self, sequence: int, prompt: int) -> None:
+        """Assign a sequence to a prompt, or to none: IDLE."""
+        self.owner = np.where(np.arange(self.batch) == sequence, prompt, self.owner)
+
+    def history(self, steps_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return which sequences count in each step, and the tokens cached before it, [steps, b].
+
+        The leading `steps_of` steps of each prompt count.
+        """
+        if not self._steps:
+            return np.zeros((0, self.batch), bool), np.zeros((0, self.batch), np.int32)
+        owner, cached = (np.stack(arrays) for arrays in zip(*self._steps, strict=True))
+        age = cached - self._prompt_lengths[owner]
+        return (owner != IDLE) & (age < steps_of[owner]), cached
+
+
+def cache_shardings(at: Any) -> Cache:
+    return Cache(at.host, at.rows, at.rows, at.batch, at.rows, at.rows, at.rows)
+
+
+@compiled(lambda at: (cache_shardings(at), at.batch), donate_argnums=0)
+def insert(
+    decoder: Decoder, cache: Cache, others: Any, one: Cache, new: Any, sequence: Int[Array, ""]
+) -> tuple[Cache, Any]:
+    """Replace a sequence, also in other arrays, by that of a cache of the same capacity."""
+    host = cache.host
+    if host is not None:
+        assert one.host is not None
+        shared = shared_slots(one.host, 1)
+        count = one.lengths[0] - shared
+        host = copy_sequence(decoder, host, one.host, sequence, jnp.int32(shared), count)
+    rest = put_sequence(cache._replace(host=None), one._replace(host=None), sequence)
+    return rest._replace(host=host), put_sequence(others, new, sequence)
+
+
+@compiled(lambda at: (cache_shardings(at), at.batch), donate_argnums=0)
+def extract(
+    decoder: Decoder, host: Any, cache: Cache, others: Any, sequence: Int[Array, ""]
+) -> tuple[Cache, Any]:
+    """Copy a sequence into a cache of its own, whose `host` array is given and donated.
+
+    All its rows are on the host and none are shared.
+    """
+
+    def read(layer: Array, start: Array, size: int) -> Array:
+        assert cache.host is not None
+        return read_sequence(cache.host, layer, sequence, start, size, decoder.mesh)
+
+    if host is not None:
+        host = _copy_blocks(host, jnp.int32(0), cache.lengths[sequence], read, decoder)
+    rest = take_sequence(cache._replace(host=None), sequence)
+    return rest._replace(host=host), take_sequence(others, sequence)
+
+
+def take_sequence(batch: Any, sequence: Int[Array, ""]) -> Any:
+    """Return a sequence of every array of a tree, as a batch of one."""
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, sequence, 1, 0), batch)
+
+
+def put_sequence(batch: Any, one: Any, sequence: Int[Array, ""]) -> Any:
+    """Replace a sequence in every array of a tree by the only one of another tree."""
+
+    def put(x: Array, new: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), sequence, 0)
+
+    return jax.tree.map(put, batch, one)
+
+
+def copy_sequence(
+    decoder: Decoder,
+    host: Shaped[Array, "l a k t w"],
+    one: Shaped[Array, "l n k s w"],
+    sequence: Int[Array, ""],
+    start: Int[Array, ""],
+    count: Int[Array, ""],
+) -> Shaped[Array, "l a k t w"]:
+    """Copy `count` slots of a single sequence into one of the host's array; see `_copy_blocks`."""
+
+    def read(layer: Array, place: Array, size: int) -> Array:
+        return read_block(one, layer, start + place, size, decoder.mesh, 1)
+
+    return _copy_blocks(host, sequence, count, read, decoder)
+
+
+def _copy_blocks(
+    host: Shaped[Array, "l a k t w"],
+    sequence: Int[Array, ""],
+    count: Int[Array, ""],
+    read: Callable[[Array, Array, int], Array],
+    decoder: Decoder,
+) -> Shaped[Array, "l a k t w"]:
+    """Write the first `count` slots of a sequence of the host's array, or all, block by block.
+
+    One compiled program serves all lengths. Later slots are undefined afterwards. `read` maps
+    layer, first slot and number of slots to rows [1, k, n, w].
+    """
+    layers, _, _, capacity, _ = host.shape
+    block = min(capacity, STREAM_BLOCK)
+    blocks = (jnp.minimum(count, capacity) + block - 1) // block
+
+    def copy(i: Array, host: Array) -> Array:
+        layer, place = i // blocks, jnp.minimum(i % blocks * block, capacity - block)
+        # The barrier keeps the write's reshape from the copy to the device, which XLA refuses.
+        rows = lax.optimization_barrier(read(layer, place, block))
+        return write_block(host, layer, sequence, place, rows, decoder.mesh)
+
+    return lax.fori_loop(jnp.int32(0), layers * blocks, copy, host)
+
+
+@compiled(lambda at: at.batch)
+def _rest(decoder: Decoder, lengths: Int[Array, " b"], idle: Bool[Array, " b"]) -> Int[Array, " b"]:
+    return jnp.where(idle, 0, lengths)

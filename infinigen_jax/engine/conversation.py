@@ -27,21 +27,19 @@ from infinigen_jax.checkpoint.manifest import read_manifest
 from infinigen_jax.engine.encoding import Prompt, encode
 from infinigen_jax.engine.generation import Run
 from infinigen_jax.engine.lossless import make_run
-from infinigen_jax.engine.memory_plan import check_memory
+from infinigen_jax.engine.memory_plan import Remedies, check_memory
 from infinigen_jax.engine.prompts import Begun, PromptReader, checked_context, round_up_capacity
-from infinigen_jax.engine.remedies import Remedies
 from infinigen_jax.engine.results import Step
 from infinigen_jax.engine.runtime import Runtime
-from infinigen_jax.engine.saved_file import SavedFile, write_saved
-from infinigen_jax.engine.snapshot import arrays, layout, restore
+from infinigen_jax.engine.saved_file import WRONG, SavedFile, arrays, kinds, restore, write_saved
 from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.loading.load import Model
-from infinigen_jax.models.packed import split
+from infinigen_jax.models.linear import split
 from infinigen_jax.models.small_weights import small_dtype
 from infinigen_jax.numeric import check_range
 from infinigen_jax.settings.sampling import Sampling
 from infinigen_jax.settings.setting import defaults_of
-from infinigen_jax.text.stops import checked_stops
+from infinigen_jax.text.detokenize import checked_stops
 
 
 class Conversation:
@@ -197,24 +195,17 @@ class Conversation:
             "messages": self.messages,
             "template": self.template,
         }
-        if cache is None:
-            write_saved(Path(path), record, {}, ())
-            return
-        state = self.runtime.decoder, cache, self.cached
-        write_saved(Path(path), record, layout(*state), arrays(*state))
+        state: Any = self.runtime.decoder, cache, self.cached
+        parts = ({}, ()) if cache is None else (kinds(*state), arrays(*state))
+        write_saved(Path(path), record, *parts)
 
     @classmethod
     def resume(cls, runtime: Runtime, path: str | Path) -> "Conversation":
-        """Resume a saved conversation.
-
-        Raises:
-            InputError: if the file is damaged or was saved with another model or other settings,
-                or if memory is too small for its context.
-        """
+        """Resume a saved conversation; see `Engine.resume`."""
         check_runtime(runtime)
         file = SavedFile(Path(path))
         record = file.record
-        with file.interpreting():
+        try:
             _check_settings(path, record, runtime)
             saved = record["sampling"]
             sampling = Sampling(**{n: type(x)(saved[n]) for n, x in defaults_of(Sampling).items()})
@@ -232,21 +223,19 @@ class Conversation:
                 for message in record["messages"]
             ]
             conversation.template = record["template"]
-        conversation._check_memory(cached)
-        cache = None
-        if cached:
-            cache = restore(runtime.decoder, conversation.capacity, cached, file)
+        except InputError:
+            raise
+        except WRONG:
+            raise file.refused() from None
+        longest, capacity = [[0] * max(context, cached + 1)], conversation.capacity
+        reader = PromptReader(runtime, longest, context, 1, capacity, 0)
+        lengths = ("`context` of a new conversation",)
+        remedies = Remedies(runtime.decoder, lengths, may_pool=False)
+        for plan in reader.phases(1, cached, waiting=False):
+            check_memory(plan, runtime.device, remedies)
+        cache = restore(runtime.decoder, capacity, cached, file) if cached else None
         conversation._begun = Begun(cache, [cached], drawn)
         return conversation
-
-    def _check_memory(self, cached: int) -> None:
-        """Raise InputError if memory is too small for the conversation."""
-        longest = [[0] * max(self.context, cached + 1)]
-        reader = PromptReader(self.runtime, longest, self.context, 1, self.capacity, 0)
-        lengths = ("`context` of a new conversation",)
-        remedies = Remedies(self.runtime.decoder, lengths, may_pool=False)
-        for plan in reader.phases(1, cached, waiting=False):
-            check_memory(plan, self.runtime.device, remedies)
 
     def _keep(self, run: Run, turn: int) -> None:
         """Store the state of a run for the next turn, unless the conversation was reset."""
@@ -316,7 +305,6 @@ def settings_of(runtime: Runtime) -> dict[str, str]:
 
 
 def _check_settings(path: str | Path, record: dict[str, Any], runtime: Runtime) -> None:
-    """Raise InputError for a conversation with another model or other settings."""
     current, saved = settings_of(runtime), record["settings"]
     differences = [
         f"{name} {saved[name]}, not {value}"

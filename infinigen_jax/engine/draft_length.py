@@ -1,12 +1,7 @@
 """Number of tokens to draft before a verification, from measured acceptance and times.
 
-With acceptance rate p, k drafted tokens give on average
-
-    e(k) = 1 + p + ... + p^k = (1 - p^(k+1)) / (1 - p)
-
-tokens per round: those accepted, and the full model's own draw. A round takes k s + v(k + 1)
-seconds: k steps and one verification. k maximises e(k) / (k s + v(k + 1)); 0 drafts nothing, which
-is decoding with the full cache.
+For the formula see docs/lossless.md: the chosen number maximises the expected tokens per second. 0
+drafts nothing, which is decoding with the full cache.
 """
 
 import dataclasses
@@ -38,15 +33,11 @@ class Time(NamedTuple):
 
 @dataclasses.dataclass
 class DraftLength:
-    """Chooser of the number of drafted tokens; see the module's docstring.
+    """Chooser of the number of drafted tokens; see the module's docstring."""
 
-    Attributes:
-        most: maximum number of tokens to draft.
-        ages: whether a time becomes shorter with its age, so that its choice is tried again: for a
-            batch whose texts change.
-    """
-
-    most: int
+    most: int  # maximum number of tokens to draft
+    # Whether a time becomes shorter with its age, so that its choice is tried again: for a batch
+    # whose texts change.
     ages: bool = False
 
     def __post_init__(self):
@@ -62,7 +53,6 @@ class DraftLength:
 
     @property
     def timed(self) -> bool:
-        """Whether a verification has been timed."""
         return bool(self._verification)
 
     @property
@@ -86,7 +76,6 @@ class DraftLength:
         self._round += 1
 
     def time_draft(self, drafted: int, seconds: float) -> None:
-        """Record the time of a draft, in seconds."""
         if not drafted:
             return
         self._drafts, step = self._drafts + 1, self._step

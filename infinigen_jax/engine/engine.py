@@ -21,9 +21,8 @@ from infinigen_jax.numeric import check_range
 from infinigen_jax.policies import Policy
 from infinigen_jax.prefill.prefill import Notify
 from infinigen_jax.settings.sampling import MOST_LOG_PROBS, Sampling
-from infinigen_jax.text.detokenize import checked_text
-from infinigen_jax.text.stops import checked_stops
-from infinigen_jax.text.templates import render_chat
+from infinigen_jax.text.detokenize import checked_stops, checked_text
+from infinigen_jax.text.tokenizer import render_chat
 
 
 def samplings(given: Sampling | Sequence[Sampling] | None, prompts: int) -> list[Sampling]:
@@ -124,22 +123,19 @@ class Engine:
         Raises:
             InputError: if `encode` raises it, or if text and token numbers are mixed.
         """
-        sequences = []
-        if not isinstance(prefix, str | Sequence) and not hasattr(prefix, "tolist"):
-            raise ParameterError("prefix", "give text or a list of token numbers", prefix)
+        given: Any = [prefix, *prompts]
         if isinstance(prefix, str):
             checked_text("prefix", prefix)
-        for prompt in prompts:
-            if not len(prefix):
-                sequences.append(self.encode(prompt))
-            elif isinstance(prompt, str) and isinstance(prefix, str):
-                sequences.append(self.encode(prefix + prompt))
-            elif isinstance(prompt, str) or isinstance(prefix, str):
-                why = "give it like the prompts, as text or as token numbers"
-                raise ParameterError("prefix", why)
-            else:
-                sequences.append(self.encode([*prefix, *prompt]))
-        return sequences
+        elif not isinstance(prefix, Sequence) and not hasattr(prefix, "tolist"):
+            raise ParameterError("prefix", "give text or a list of token numbers", prefix)
+        if not len(prefix):
+            return [self.encode(prompt) for prompt in given[1:]]
+        if len({isinstance(each, str) for each in given}) > 1:
+            why = "give it like the prompts, as text or as token numbers"
+            raise ParameterError("prefix", why)
+        if isinstance(prefix, str):
+            return [self.encode(prefix + prompt) for prompt in given[1:]]
+        return [self.encode([*prefix, *prompt]) for prompt in given[1:]]
 
     def prefix_tokens(self, prefix: Prompt, *, add_special_tokens: bool = True) -> int:
         """Return the number of tokens that all prompts with a prefix share.
@@ -180,7 +176,7 @@ class Engine:
             notify: function called after each chunk of the longest prompt with the number of
                 tokens read and their total. Not called for a prompt read in one piece.
             prefix: number of leading tokens that all prompts share, to be read and stored once;
-                see `shared_prefix`. The result equals that of reading the prompts in chunks, the
+                see `engine.prompts`. The result equals that of reading the prompts in chunks, the
                 first of this length. Further common tokens are not shared, as they depend on
                 the batch.
             fit: if `batch` is None and memory is too small for all prompts, reduce the batch size

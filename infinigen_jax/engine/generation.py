@@ -14,25 +14,20 @@ from jaxtyping import Array, Bool, Float, Int
 from infinigen_jax.decode.finite_check import refuse
 from infinigen_jax.decode.state import Counts
 from infinigen_jax.decode.steps import Watch
-from infinigen_jax.engine.batch import Batch
-from infinigen_jax.engine.batching import IDLE, Owners
-from infinigen_jax.engine.dispatch import Stepped
+from infinigen_jax.engine.batch import IDLE, Batch, Owners, Stepped
 from infinigen_jax.engine.draft_length import DraftLength
 from infinigen_jax.engine.encoding import encode
-from infinigen_jax.engine.memory_plan import check_memory
+from infinigen_jax.engine.memory_plan import LENGTHS, Remedies, check_memory
 from infinigen_jax.engine.prompts import Begun, PromptReader, batch_that_fits
-from infinigen_jax.engine.remedies import LENGTHS, Remedies
-from infinigen_jax.engine.results import Choice, choices_of
+from infinigen_jax.engine.results import Choice, Clock, Stats, choices_of, moved_by, rows_per_step
 from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.engine.sampler import Drawn, Sampler, repetitions
-from infinigen_jax.engine.stats import Clock, Stats, stats_of
 from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.prefill.prefill import Notify, Prefilled
 from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.sampling import LogProbs
 from infinigen_jax.settings.sampling import Sampling
-from infinigen_jax.text.detokenize import MOST_HELD
-from infinigen_jax.text.texts import Texts
+from infinigen_jax.text.detokenize import MOST_HELD, Texts
 
 
 class Run(Batch):
@@ -101,7 +96,6 @@ class Run(Batch):
             remedies = Remedies(self.decoder, lengths, size, waiting, may_pool)
             for plan in self.phases:
                 check_memory(plan, runtime.device, remedies)
-        compilations()
         self.counts: list[Counts] = []
         self._place: Sequence[jax.Array] = ()
         self._begun, self._alternatives = begun, log_probs
@@ -125,15 +119,10 @@ class Run(Batch):
 
     def _make_sampler(self, numbers: Sequence[int], drawn: int = 0) -> Sampler:
         """Return the sampler of prompts that have drawn the same number of tokens before."""
-        return Sampler(
-            self.runtime.mesh,
-            self.runtime.model.config.vocab_size,
-            [self._sampling[i] for i in numbers],
-            [self._prompts[i] for i in numbers],
-            [self._streams[i] for i in numbers],
-            drawn,
-            *self._kind,
-        )
+        fixed = self.runtime.mesh, self.runtime.model.config.vocab_size
+        of_all: Any = self._sampling, self._prompts, self._streams
+        sampling, prompts, streams = ([x[i] for i in numbers] for x in of_all)
+        return Sampler(*fixed, sampling, prompts, streams, drawn, *self._kind)
 
     def _draw(self, sampler: Sampler, given: Prefilled | Stepped) -> Drawn:
         return sampler.draw(given.logits, given.best, log_probs=self._alternatives is not None)
@@ -181,7 +170,7 @@ class Run(Batch):
             raise ParameterError("tokens", f"give {count}, one of each sequence", len(given))
         stepped = self._step(jax.device_put(given, self._at.batch), watch)
         self.drawn = stepped.best
-        return _log_softmax(stepped.logits), stepped.records
+        return jax.nn.log_softmax(stepped.logits), stepped.records
 
     def _step(self, tokens: Int[Array, " b"], watch: Watch | None = None) -> Stepped:
         if int(self.cached[~self.idle].max(initial=0)) >= self.capacity:
@@ -327,9 +316,26 @@ class Run(Batch):
 
     def stats(self) -> Stats:
         """Return the statistics of the generation so far."""
-        return stats_of(self)
-
-
-@jax.jit
-def _log_softmax(logits: Float[Array, "b v"]) -> Float[Array, "b v"]:
-    return jax.nn.log_softmax(logits, axis=-1)
+        decoder, clock = self.decoder, self.clock
+        steps_of = np.array([max(0, len(tokens) - 1) for tokens in self.new_tokens])  # decode steps
+        seconds, timed = clock.decoding()
+        kept, cached = self.owners.history(steps_of)
+        rows = rows_per_step(self.counts, kept)
+        transfers = self.counted_steps(kept) * self.owners.batch
+        moved = moved_by(self, rows, kept, cached, int(steps_of.sum()), transfers)
+        return Stats(
+            prompt_tokens=int(self.prompt_lengths.sum()),
+            prompt_tokens_read=self.tokens_read,
+            new_tokens=sum(map(len, self.new_tokens)),
+            prefill_seconds=clock.prefill,
+            decode_seconds=seconds,
+            decode_tokens_per_second=timed / seconds if seconds else 0.0,
+            **moved.per_token(),
+            pool_tokens=0 if decoder.pool is None else self.slots,
+            pool_bytes=self.plan.pool,
+            compilations_after_warmup=self.late_compilations,
+            policy=decoder.policy.name,
+            schedule=self.runtime.settings.schedule,
+            transfer=decoder.transfer.name,
+            rows=decoder.row_format.name,
+        )

@@ -1,7 +1,8 @@
 """Batch for prompts that arrive at any time: sequences join and leave between decode steps.
 
 A prompt is read in chunks of a few fixed lengths (`Reading`), so nothing is compiled after the
-first use of each length. A sequence's result does not depend on the others.
+first use of each length. A sequence's result does not depend on the others; it may have a budget
+of its own, and a heat map of the rows that it fetches.
 """
 
 import functools
@@ -9,18 +10,22 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt8
 
 from infinigen_jax.cache.cache import Cache
-from infinigen_jax.cache.host_array import Placement, allocate_host
-from infinigen_jax.decode.steps import Watch, steps
-from infinigen_jax.engine.batch import Batch
-from infinigen_jax.engine.batching import extract
-from infinigen_jax.engine.dispatch import Stepped
+from infinigen_jax.cache.host_array import Placement, allocate_host, capacity_of
+from infinigen_jax.decode.compiled import compiled
+from infinigen_jax.decode.layer import Decoder
+from infinigen_jax.decode.state import Carry
+from infinigen_jax.decode.steps import Watch, Watched, steps
+from infinigen_jax.engine.batch import Batch, Stepped, extract
 from infinigen_jax.engine.runtime import Runtime
-from infinigen_jax.engine.sequence_budgets import SequenceBudgets
+from infinigen_jax.models import Params
+from infinigen_jax.policies.base import Budgeted
 from infinigen_jax.prefill.prefill import empty_cache, read_chunk
+from infinigen_jax.selection.select import budget_fraction
 from infinigen_jax.settings.engine import CHUNK_UNIT
 
 
@@ -73,16 +78,9 @@ class Reading:
         size = next(size for size in chunk_lengths(self._chunk) if size >= count)
         piece = np.zeros((1, size), np.int32)
         piece[0, :count] = self.tokens[self.done : end]
-        runtime = self._runtime
-        self.cache, self._last = read_chunk(
-            runtime.decoder,
-            runtime.weights,
-            self.cache,
-            piece,
-            np.array([count]),
-            self._lengths,
-            self._last,
-        )
+        common = self._runtime.decoder, self._runtime.weights, self.cache
+        given = piece, np.array([count]), self._lengths, self._last
+        self.cache, self._last = read_chunk(*common, *given)
         self.done = end
 
     @functools.cached_property
@@ -104,26 +102,77 @@ class Reading:
             self._last.block_until_ready()
 
 
+def chunk_lengths(chunk: int) -> list[int]:
+    """Return the lengths of compiled chunks: powers of two times CHUNK_UNIT, and `chunk`."""
+    lengths = [min(CHUNK_UNIT, chunk)]
+    while lengths[-1] < chunk:
+        lengths.append(min(2 * lengths[-1], chunk))
+    return lengths
+
+
+def budget_limit(decoder: Decoder) -> float | None:
+    """Return the policy's budget, the limit of a sequence's; None if they cannot differ."""
+    policy = decoder.policy
+    if not isinstance(policy, Budgeted) or policy.observes or not decoder.selecting:
+        return None
+    return policy.budget
+
+
+class SequenceBudgets:
+    """Budgets by sequence, at most the policy's. They are data, so that a change compiles nothing.
+
+    `weights` are the policy's arrays with these budgets.
+    """
+
+    def __init__(self, runtime: Runtime, batch: int):
+        self._decoder, self._most = runtime.decoder, budget_limit(runtime.decoder)
+        self._policy = self.weights = runtime.weights.policy
+        self._at = Placement(runtime.mesh).batch
+        if self._most is not None:
+            self._budgets = np.full(batch, self._most)
+            self.weights = self._with_budgets()
+
+    def replace(self, sequence: int, budget: float | None) -> None:
+        """Set the budget of a sequence; None for the policy's."""
+        budget = budget or self._most
+        if budget is not None and budget != self._budgets[sequence]:
+            self._budgets[sequence] = budget
+            self.weights = self._with_budgets()
+
+    def of(self, sequence: int) -> float | None:
+        """Return the budget of a sequence; None if sequences cannot differ."""
+        return None if self._most is None else float(self._budgets[sequence])
+
+    def _with_budgets(self) -> tuple[Params, ...]:
+        """Return the arrays; each layer's budget is scaled as the sequence's budget is."""
+        assert self._most is not None
+        layers, shares = list(self._policy), {}
+        for number in self._decoder.selecting:
+            budget = self._decoder.budgets.get(number, self._most)
+            if budget not in shares:
+                scaled = [budget_fraction(budget * (each / self._most)) for each in self._budgets]
+                pairs = np.array([share.as_integer_ratio() for share in scaled], np.int32)
+                shares[budget] = jax.device_put(pairs, self._at)
+            layers[number] = layers[number] | {"share": shares[budget]}
+        return tuple(layers)
+
+
 class OpenBatch(Batch):
     """Batch of sequences that join and leave.
 
     A step or round costs about the same for any number of idle sequences. A sequence that is alone
     is therefore better decoded in a batch of one, which takes it over without a copy (`take`).
-
-    Attributes:
-        active: [b] mask of the sequences that are not idle.
-        newest: arrays that each sequence continues from, in addition to the cache.
-        room: [b] maximum number of tokens that each sequence still gets, if known; 0 for idle ones.
-        selecting: dispatcher of the steps that select rows by the sequences' budgets.
     """
 
-    newest: Any
+    newest: Any  # arrays that each sequence continues from, in addition to the cache
 
     def __init__(self, runtime: Runtime, batch: int):
         super().__init__(runtime, np.zeros(batch, np.int32))
         self.budgets = SequenceBudgets(runtime, batch)
-        self.active, self.room = np.zeros(batch, bool), np.zeros(batch, np.int32)
-        self.selecting = self.dispatcher
+        self.active = np.zeros(batch, bool)  # sequences that are not idle
+        # Maximum number of tokens that each sequence still gets, if known; 0 for idle ones.
+        self.room = np.zeros(batch, np.int32)
+        self.selecting = self.dispatcher  # of steps that select rows by the sequences' budgets
 
     @classmethod
     def empty(cls, runtime: Runtime, batch: int, capacity: int) -> Self:
@@ -178,13 +227,11 @@ class OpenBatch(Batch):
             if cache.host is not None and host is None:
                 shape = (cache.host.shape[0], 1, *cache.host.shape[2:])
                 host = allocate_host(shape, cache.host.dtype, self.runtime.mesh)
-            at = jax.device_put(np.int32(sequence), self._at.whole)
-            cache, newest = extract(self.decoder, host, cache, newest, at)
+            cache, newest = extract(self.decoder, host, cache, newest, np.int32(sequence))
         self.leave(sequence)
         return Single(cache, tokens, newest, budget, room)
 
     def leave(self, sequence: int) -> None:
-        """Make a sequence idle."""
         self.active[sequence], self.room[sequence], self._left = False, 0, True
 
 
@@ -219,9 +266,17 @@ class LiveBatch(OpenBatch):
         return stepped
 
 
-def chunk_lengths(chunk: int) -> list[int]:
-    """Return the lengths of compiled chunks: powers of two times CHUNK_UNIT, and `chunk`."""
-    lengths = [min(CHUNK_UNIT, chunk)]
-    while lengths[-1] < chunk:
-        lengths.append(min(2 * lengths[-1], chunk))
-    return lengths
+def watch_heat(decoder: Decoder, watched: Watched) -> tuple[Carry, UInt8[Array, "b t"] | None]:
+    """Return a layer's heat map: number of KV heads that fetch each cached token; None if none do.
+
+    This is a `Watch` function: it uses the requests of a layerwise step.
+    """
+    return watched.after, None if watched.selection is None else _heat(decoder, watched)
+
+
+@compiled(lambda at: at.batch)
+def _heat(decoder: Decoder, watched: Watched) -> UInt8[Array, "b t"]:
+    assert watched.host is not None
+    capacity = capacity_of(watched.host, len(watched.positions))
+    requested = watched.request(decoder, capacity).mask(capacity)
+    return jnp.sum(requested, axis=1, dtype=jnp.uint8)

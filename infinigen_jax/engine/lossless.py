@@ -1,24 +1,22 @@
-"""Lossless generation: the policy drafts, the full cache verifies.
+"""Lossless generation: the policy drafts, the full cache verifies (docs/lossless.md).
 
-    draft     k decode steps with the rows that the policy selects; then their traces are undone
-    verify    the full model over the last token and the k drafted ones (`prefill.verification`)
-    judge     the drafted tokens that the full model draws as well are accepted (`engine.verdict`)
-    commit    the rows that the verification computed are stored for the accepted tokens
-
-The cache after n tokens is thus that of policy full, whatever was drafted. The parts are in
-`engine.rounds`, which a server's batch uses too (`engine.lossless_batch`).
+A `LosslessRun` and a server's `LosslessBatch` advance by the rounds of `engine.rounds`. The cache
+after n tokens is that of policy full, whatever was drafted.
 """
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from infinigen_jax.decode.steps import Watch
 from infinigen_jax.engine.generation import Run
-from infinigen_jax.engine.rounds import Given, Judged, Rounds
+from infinigen_jax.engine.live_batch import OpenBatch
+from infinigen_jax.engine.results import Stats
+from infinigen_jax.engine.rounds import Drafted, Given, Judged, Rounds
 from infinigen_jax.engine.runtime import Runtime
-from infinigen_jax.engine.stats import Stats, stats_of
+from infinigen_jax.engine.sampler import Sampler
 from infinigen_jax.errors import InputError
 from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.sampling import LogProbs
@@ -92,15 +90,17 @@ class LosslessRun(Run):
                 self.rest()
             given = Given(self.drawn, self._room, ends, self._sampler.draws, self.owners.owner)
             if not warm:
-                self._warm_up(given)
+                self.rest()  # compiles its program as well
+                if not self._rounds.length.timed:  # by an earlier turn
+                    scored = self._sampler if self._alternatives is not None else None
+                    self._rounds.warm_up(given, scored)
             judged = self._rounds.run(given, int(self._needed().max()), timed=warm)
             if not warm:
                 self._compiled = compilations()
-            counts = self._read(judged)
-            yield from self._take_round(judged, counts, eos)
+            yield from self._take_round(judged, self._read(judged), eos)
             self.settle()
             self.drawn, self._room = judged.verdict.last, judged.verdict.room
-            self._sampler.drew(judged.verdict.draws, counts)
+            self._sampler.drew(judged.verdict.draws)
             yield from self._admit_prompts(eos)
 
     def _read(self, judged: Judged) -> np.ndarray:
@@ -120,17 +120,14 @@ class LosslessRun(Run):
         self, judged: Judged, counts: np.ndarray, eos: frozenset[int]
     ) -> Iterator[list[int | None]]:
         drawn, owner = np.asarray(judged.verdict.drawn), judged.given.owner
-        log_probs = self._log_probs_of(judged)
+        log_probs: Sequence[LogProbs | None] = [None] * drawn.shape[1]
+        if self._alternatives is not None:
+            log_probs = self._rounds.log_probs(judged, self._sampler)
         self._taken, self._open = np.zeros_like(counts), judged
         for place in range(int(counts.max())):
             here = (place < counts) & (self.owners.owner == owner)
             self._taken = self._taken + here
             yield self._take(np.where(here, drawn[:, place], -1), eos, log_probs[place])
-
-    def _log_probs_of(self, judged: Judged) -> Sequence[LogProbs | None]:
-        if self._alternatives is None:
-            return [None] * judged.verdict.drawn.shape[1]
-        return self._rounds.log_probs(judged, self._sampler)
 
     def _admit_prompts(self, eos: frozenset[int]) -> Iterator[list[int | None]]:
         """Give idle sequences to waiting prompts, and yield their first tokens."""
@@ -142,25 +139,17 @@ class LosslessRun(Run):
             yield self._take(np.where(new, np.asarray(self.drawn), -1), eos, self._log_probs)
             self._room = self._rounds.put(self._needed())
 
-    def _warm_up(self, given: Given) -> None:
-        """Compile and time the verifications, unless an earlier turn did; they change nothing."""
-        self.rest()  # compiles its program as well
-        if not self._rounds.length.timed:
-            self._rounds.warm_up(given, None if self._alternatives is None else self._sampler)
-
     def counted_steps(self, kept: np.ndarray) -> int:
         """Return the number of drafted steps, whether their tokens were accepted or not."""
         return len(self.counts)
 
     def stats(self) -> LosslessStats:
-        """Return the statistics of the generation so far."""
-        base, decoder, rounds = stats_of(self), self.decoder, max(1, self._verifications)
-        fields = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
+        fields, decoder, rounds = vars(super().stats()), self.decoder, self._verifications or 1
         row = decoder.row_format.width * decoder.row_format.storage.itemsize
         rows = self._cached * decoder.config.num_kv_heads * decoder.host_layers
-        fields["host_to_device_bytes_per_token"] += rows * row / max(1, self._new)
+        moved = fields["host_to_device_bytes_per_token"] + rows * row / max(1, self._new)
         return LosslessStats(
-            **fields,
+            **(fields | {"host_to_device_bytes_per_token": moved}),
             acceptance_rate=(self._new - self._verifications) / max(1, self._drafted),
             tokens_per_verification=self._new / rounds,
             draft_tokens=self._drafted / rounds,
@@ -173,3 +162,68 @@ def make_run(runtime: Runtime, *arguments: Any, **options: Any) -> Run:
     """Return the run of a runtime; arguments are those of `Run`."""
     kind = LosslessRun if runtime.settings.lossless else Run
     return kind(runtime, *arguments, **options)
+
+
+class Round(NamedTuple):
+    """Result of a round."""
+
+    tokens: np.ndarray  # [b, c] draws of the full model; the first `counts` are new tokens
+    counts: np.ndarray
+    log_probs: list[LogProbs] | None  # of the tokens of each place, if asked for
+    drafted: Drafted
+    cached: np.ndarray  # [b] tokens cached before
+
+
+class LosslessBatch(OpenBatch):
+    """Batch of a server; sequences join and leave between rounds.
+
+    All sequences of a round draft the same number of tokens, and each accepts its own. The tokens
+    of a sequence do not depend on the others, as the full model draws them. A sequence has room for
+    `Runtime.draft_room` tokens after its last one, `newest`, which is not cached yet.
+    """
+
+    def __init__(self, runtime: Runtime, batch: int):
+        super().__init__(runtime, batch)
+        self._rounds = Rounds(self, changing=True)
+        self.selecting = self._rounds.drafts
+        self.newest = self._rounds.put(np.zeros(batch, np.int32))
+        self._no_ends = self._rounds.ends(())
+
+    def settle(self) -> None:
+        """Do nothing: between rounds every row is on the host."""
+
+    def round(
+        self, sampler: Sampler, *, log_probs: bool = False, watch: Watch | None = None
+    ) -> Round:
+        """Draft and verify tokens of all sequences, wait for them, and dispatch the commit.
+
+        Args:
+            sampler: sampling of the sequences; it continues after the new tokens.
+            watch: see `Dispatcher.step`, for each drafted step. Such rounds are not timed.
+        """
+        if self._left:
+            self.rest()
+        needed = int(self.room.max())
+        judged = self._rounds.run(self._given(sampler), needed, timed=watch is None, watch=watch)
+        verdict, cached = judged.verdict, self.cached
+        counts = self._rounds.read(judged)
+        self._rounds.commit(judged, verdict.count)
+        self.newest, self.cached, self.room = verdict.last, cached + counts, self.room - counts
+        sampler.drew(verdict.draws)
+        values = self._rounds.log_probs(judged, sampler) if log_probs else None
+        return Round(np.asarray(verdict.drawn), counts, values, judged.drafted, cached)
+
+    def warm_up(self, sampler: Sampler, watch: Watch | None = None) -> list[tuple[Any, ...]]:
+        """Compile and time the programs for the kind of draws that a sampler makes.
+
+        Return the records of `watch`, if any.
+        """
+        self.rest()
+        given = self._given(sampler)
+        self._rounds.warm_up(given, sampler)
+        self._rounds.warm_up_draft(given)
+        return [] if watch is None else self._rounds.warm_up_draft(given, watch).records
+
+    def _given(self, sampler: Sampler) -> Given:
+        room, owner = self._rounds.put(self.room.copy()), np.where(self.active, 0, -1)
+        return Given(self.newest, room, self._no_ends, sampler.draws, owner)

@@ -1,4 +1,15 @@
-"""Prefill of a run's prompts: cache sizes, shared prefixes and tokens cached before."""
+"""Prefill of a run's prompts: cache sizes, shared prefixes and tokens cached before.
+
+A prefix that several prompts share is read once, and stored once on the host:
+
+    prefix     | read alone, as a batch of one |
+    sequence 0                                 | its own tokens |
+    sequence 1                                 | its own tokens ....... |
+
+Each sequence has its own copy of the device data: dense layers, the policy's state and recent rows.
+On the host, the shared rows are stored once for the batch (see `cache.host_array`). The last rows
+of the prefix, at least a window, are copied, as a flush may write them again.
+"""
 
 import bisect
 import dataclasses
@@ -7,16 +18,27 @@ import numbers
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from infinigen_jax.cache.cache import Cache
+from infinigen_jax.cache.host_array import allocate_host
+from infinigen_jax.decode.compiled import compiled
 from infinigen_jax.decode.finite_check import Places, refuse
+from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.layer_rows import STREAM_BLOCK
+from infinigen_jax.engine.batch import cache_shardings, copy_sequence
 from infinigen_jax.engine.draft_length import DraftLength
-from infinigen_jax.engine.memory_plan import MemoryPlan, Shortage, plan_cache, shortage
+from infinigen_jax.engine.memory_plan import (
+    MemoryPlan,
+    Shortage,
+    plan_cache,
+    prefill_bytes,
+    shortage,
+    step_bytes,
+)
 from infinigen_jax.engine.runtime import Runtime
-from infinigen_jax.engine.shared_prefix import broadcast, choose_sharing, common_prefix, may_share
-from infinigen_jax.engine.workspace import prefill_bytes, step_bytes
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.models import ModelConfig
 from infinigen_jax.prefill.prefill import Notify, Prefilled, chunk_for, extend, prefill
@@ -25,21 +47,16 @@ logger = logging.getLogger("infinigen_jax")
 
 FILLED = 0.9  # share of free memory used if the caller does not choose a batch size
 CONTEXT = 4096  # default size of a context in tokens, if the model has that many positions
+UNIT = 128  # the number of a sequence's unshared slots is a multiple of it
 
 
 class Begun(NamedTuple):
-    """Cache that a run continues with, and the number of tokens drawn before.
+    """Cache that a run continues with, and the number of tokens drawn before."""
 
-    Attributes:
-        cache: the cache, whose arrays are donated; None if empty.
-        cached: number of leading tokens of each prompt that are cached, fewer than all.
-        length: measurements of earlier rounds of a lossless conversation.
-    """
-
-    cache: Cache | None
-    cached: list[int]
+    cache: Cache | None  # its arrays are donated; None if empty
+    cached: list[int]  # number of leading tokens of each prompt that are cached, fewer than all
     drawn: int = 0
-    length: DraftLength | None = None
+    length: DraftLength | None = None  # measurements of a lossless conversation's earlier rounds
 
     @classmethod
     def empty(cls, batch: int) -> "Begun":
@@ -52,6 +69,7 @@ class PromptReader:
     Attributes:
         capacity: maximum number of tokens of a sequence in a device layer.
         slots: maximum number of rows of a sequence on the host; `capacity` without a pool.
+        shared: number of tokens of the prefix that is read and stored once.
         tokens_read: prompt tokens processed so far, excluding cached ones.
     """
 
@@ -67,23 +85,17 @@ class PromptReader:
         """Choose the cache sizes of a batch; the longest sequence and its answer have `tokens`."""
         self.decoder = runtime.decoder
         self.tokens_read = 0
-        self._runtime, self._params = runtime, runtime.weights.params
-        self._prompts = prompts
-        self._sharing = None
+        self._runtime, self._params, self._prompts = runtime, runtime.weights.params, prompts
         self._longest = max(map(len, prompts))
         prefix = min(prefix, common_prefix(prompts))
         if prefix and may_share(runtime.model.config, self._longest):
             self._sharing = choose_sharing(self.decoder, prefix, tokens, batch)
-            capacity = self._sharing.capacity
-        # A flush writes a whole window.
-        self.capacity = capacity or round_up_capacity(max(tokens, self.decoder.policy.window))
+        else:  # a flush writes a whole window
+            whole = capacity or round_up_capacity(max(tokens, self.decoder.policy.window))
+            self._sharing = Sharing(0, 0, whole)
+        self.shared, self.capacity = self._sharing.tokens, self._sharing.capacity
         self.slots = self.decoder.host_slots(tokens, self.capacity)
         self._prefix: Cache | None = None
-
-    @property
-    def shared(self) -> int:
-        """Number of tokens of the prefix that is read and stored once."""
-        return 0 if self._sharing is None else self._sharing.tokens
 
     def phases(self, batch: int, cached: int, *, waiting: bool) -> list[MemoryPlan]:
         """Return the memory of each phase: prefill, decoding, prefill of waiting prompts."""
@@ -93,9 +105,10 @@ class PromptReader:
             plans = [one.at_work(self._read_bytes(1, self.shared)), together + one]
         if self.shared and waiting:  # the cache of the prefix is kept
             together += one
+        sizes = batch, self.capacity, self._runtime.draft_room, self.slots
         plans += [
             together.at_work(self._read_bytes(batch, rest)),
-            together.at_work(self._step_bytes(batch)),
+            together.at_work(step_bytes(self.decoder, self._params, *sizes)),
         ]
         if waiting:
             plans.append((together + one).at_work(self._read_bytes(1, rest)))
@@ -104,7 +117,7 @@ class PromptReader:
     def cache_plan(self, batch: int) -> MemoryPlan:
         """Return the memory of a batch's cache."""
         plan = plan_cache(self.decoder, batch, self.capacity, self.slots)
-        if self._sharing is None:
+        if not self.shared:
             return plan
         slots = self._sharing.host_sequences(batch) * self._sharing.unshared
         host = plan.host_cache // (batch * self.capacity) * slots
@@ -114,11 +127,6 @@ class PromptReader:
         chunk = self.chunk_length(longest, batch)
         return prefill_bytes(self.decoder, self._params, batch, chunk, self.capacity)
 
-    def _step_bytes(self, batch: int) -> int:
-        drafted, resident = self._runtime.draft_room, self.cache_plan(batch).resident
-        sizes = batch, self.capacity, drafted, resident, self.slots
-        return step_bytes(self.decoder, self._params, *sizes)
-
     def chunk_length(self, longest: int, batch: int) -> int:
         """Return the prefill chunk length for `batch` prompts of at most `longest` tokens."""
         limit = self._runtime.prefill_chunk
@@ -126,8 +134,8 @@ class PromptReader:
 
     def read_prefix(self, notify: Notify | None) -> None:
         """Read the shared prefix, if any, which `read` continues from."""
-        if self._sharing is not None:
-            prefix = [self._prompts[0][: self._sharing.tokens]]
+        if self.shared:
+            prefix = [self._prompts[0][: self.shared]]
             self._prefix = self._read(prefix, [0], Begun.empty(1), notify).cache
 
     def read(
@@ -143,20 +151,15 @@ class PromptReader:
         The cache of the prefix is dropped if these are the `last` prompts.
         """
         if self._prefix is not None:
-            assert self._sharing is not None
             cache = broadcast(self.decoder, self._prefix, len(numbers), self._sharing)
-            begun = Begun(cache, [self._sharing.tokens] * len(numbers))
+            begun = Begun(cache, [self.shared] * len(numbers))
             if last:
                 self._prefix = None
         begun = begun or Begun.empty(len(numbers))
         return self._read([self._prompts[i] for i in numbers], numbers, begun, notify)
 
     def _read(
-        self,
-        prompts: list[list[int]],
-        numbers: Sequence[int],
-        begun: Begun,
-        notify: Notify | None,
+        self, prompts: list[list[int]], numbers: Sequence[int], begun: Begun, notify: Notify | None
     ) -> Prefilled:
         """Process the tokens of prompts that are not cached."""
         rest = [prompt[n:] for prompt, n in zip(prompts, begun.cached, strict=True)]
@@ -167,16 +170,95 @@ class PromptReader:
         self.tokens_read += int(lengths.sum())
         runtime, weights = self._runtime, self._runtime.weights
         places = Places(self.decoder, weights.params["embedding"], len(prompts))
-        chunk = runtime.prefill_chunk
-        look = places if runtime.settings.check else None
+        more = runtime.prefill_chunk, notify, places if runtime.settings.check else None
         if begun.cache is None:
-            inputs = (self.decoder, weights, tokens, lengths, self.capacity)
-            outcome = prefill(*inputs, self.slots, chunk, notify, look)
+            sizes = self.capacity, self.slots
+            outcome = prefill(self.decoder, weights, tokens, lengths, *sizes, *more)
         else:
-            inputs = (self.decoder, weights, begun.cache, tokens, lengths)
-            outcome = extend(*inputs, chunk, notify, look)
+            outcome = extend(self.decoder, weights, begun.cache, tokens, lengths, *more)
         refuse([places.place], self.decoder.config.num_layers, numbers)
         return outcome
+
+
+class Sharing(NamedTuple):
+    """Layout of a shared prefix of `tokens` tokens in the host's array; 0 for no prefix.
+
+    `sequences` of its sequences hold the shared slots; every sequence has `unshared` slots.
+    """
+
+    tokens: int
+    sequences: int
+    unshared: int
+
+    @property
+    def capacity(self) -> int:
+        """Number of slots of each sequence, shared or not."""
+        return (self.sequences + 1) * self.unshared
+
+    def host_sequences(self, batch: int) -> int:
+        """Return the number of sequences of the host's array for a batch size."""
+        return batch + self.sequences
+
+
+def common_prefix(prompts: Sequence[list[int]]) -> int:
+    """Return the length of the common prefix of all prompts, less than the shortest prompt."""
+    least = min(map(len, prompts)) - 1
+    first, last = min(prompts), max(prompts)  # lexicographic order: all others lie between them
+    return next((i for i in range(least) if first[i] != last[i]), least)
+
+
+def may_share(config: ModelConfig, longest: int) -> bool:
+    """Return whether the keys of a prefix are independent of the prompt's length, up to `longest`.
+
+    They are not if the frequencies of the rotary embedding vary with the length.
+    """
+    rope = config.rope
+    return rope is None or not rope.varies or longest <= rope.original_positions
+
+
+def choose_sharing(decoder: Decoder, prefix: int, tokens: int, batch: int) -> Sharing:
+    """Choose the layout with the fewest slots for sequences of up to `tokens` tokens."""
+    if decoder.pool is not None:
+        raise ParameterError("pool", "not with a shared prefix; leave one of them out")
+    if decoder.mesh.shape["data"] > 1:
+        raise ParameterError("prefix", "not for sequences on several devices; give whole prompts")
+    slots = -(-max(tokens, decoder.policy.window) // UNIT) * UNIT
+    choices = [Sharing(prefix, 0, slots)]
+    for unshared in range(UNIT, slots, UNIT):
+        sequences = max(0, prefix - decoder.policy.window) // unshared
+        choices.append(Sharing(prefix, sequences, unshared))
+    return min(
+        (choice for choice in choices if choice.capacity >= slots),
+        key=lambda choice: (choice.host_sequences(batch) * choice.unshared, choice.sequences),
+    )
+
+
+def broadcast(decoder: Decoder, one: Cache, batch: int, sharing: Sharing) -> Cache:
+    """Return the cache of `batch` sequences with the prefix cached in `one`.
+
+    `one` is a cache of a single sequence, with the capacity of `sharing`; not donated.
+    """
+    cache = _repeat(decoder, one._replace(host=None), batch=batch)
+    if one.host is None:
+        return cache
+    layers, _, heads, _, width = one.host.shape
+    sequences, slots = sharing.host_sequences(batch), sharing.unshared
+    host = allocate_host((layers, sequences, heads, slots, width), one.host.dtype, decoder.mesh)
+    # First slot of `one` that each sequence holds.
+    starts = [sharing.sequences * slots] * batch
+    starts += [i * slots for i in range(sharing.sequences)]
+    for sequence, start in enumerate(starts):
+        count = min(slots, sharing.tokens - start)
+        host = _copy(decoder, host, one.host, *map(np.int32, (sequence, start, count)))
+    return cache._replace(host=host)
+
+
+@compiled(cache_shardings, static_argnames="batch")
+def _repeat(decoder: Decoder, one: Cache, *, batch: int) -> Cache:
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])), one)
+
+
+_copy = compiled(lambda at: at.host, donate_argnums=0)(copy_sequence)
 
 
 def checked_context(config: ModelConfig, context: int | None) -> int:
@@ -196,7 +278,7 @@ def checked_context(config: ModelConfig, context: int | None) -> int:
 
 def round_up_capacity(tokens: int) -> int:
     """Round a capacity up to a multiple of a block, so that few programs are compiled."""
-    unit = 128 if tokens <= STREAM_BLOCK else STREAM_BLOCK
+    unit = UNIT if tokens <= STREAM_BLOCK else STREAM_BLOCK
     return -(-tokens // unit) * unit
 
 

@@ -1,7 +1,22 @@
-"""Rounds over a batch: tokens are drafted, verified in one pass, and committed; see `lossless`.
+"""Rounds over a batch: tokens are drafted, verified in one pass, and committed (docs/lossless.md).
 
 Python waits for each part, which times it. The times and the acceptance rate choose the number of
 tokens of the next draft.
+
+Drafts are accepted by the tokens that the full model draws. A draw is a function of logits,
+settings and a random number, which depends on the seed and on the number of tokens drawn before
+(`sampling.uniforms`). Draft and full model use the same numbers:
+
+    drafted     a b c d           the full model's draws after the last token, a, ab, abc, abcd
+    verified    a b x . .         x replaces c: it is the full model's own draw after a b
+
+Drafted steps are undone: arrays that they destroy are copied before, and restored before a commit.
+
+    copied       rings of recent rows, sums over the rows that left them, lengths, and the state of
+                 a policy that observes
+    harmless     rows of device layers beyond the length; drafted rows never reach the host
+
+Hot sets stay: a draft of at most `window` steps requests only rows that were cached before it.
 """
 
 import time
@@ -10,57 +25,58 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
 
+from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement
+from infinigen_jax.cache.layers import DenseLayer, Local
+from infinigen_jax.decode.compiled import compiled
+from infinigen_jax.decode.compiler_options import layer_options
 from infinigen_jax.decode.finite_check import Places, refuse
+from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Counts
 from infinigen_jax.decode.steps import Watch
-from infinigen_jax.engine.batch import Batch
-from infinigen_jax.engine.dispatch import Dispatcher
+from infinigen_jax.engine.batch import Batch, Dispatcher
 from infinigen_jax.engine.draft_length import TRIED, DraftLength, size_of
 from infinigen_jax.engine.sampler import Draws, Sampler
-from infinigen_jax.engine.undo import restore, save
-from infinigen_jax.engine.verdict import Verdict, begin, draft, judge
+from infinigen_jax.models import Params
 from infinigen_jax.prefill.verification import Verified, commit, verify
-from infinigen_jax.sampling import LogProbs
+from infinigen_jax.sampling import History, LogProbs, sample, uniforms
 
 
 class Given(NamedTuple):
-    """Inputs of a round.
+    """Inputs of a round."""
 
-    Attributes:
-        last: last token of each sequence, not cached yet.
-        room: maximum number of tokens that each sequence may still get.
-        ends: tokens that end a sequence.
-        draws: state of the sampler; None if greedy.
-        owner: prompt of each sequence; below 0 for none.
-    """
-
-    last: Int[Array, " b"]
-    room: Int[Array, " b"]
-    ends: Int[Array, " n"]
-    draws: Draws | None
-    owner: np.ndarray
+    last: Int[Array, " b"]  # last token of each sequence, not cached yet
+    room: Int[Array, " b"]  # maximum number of tokens that each sequence may still get
+    ends: Int[Array, " n"]  # tokens that end a sequence
+    draws: Draws | None  # state of the sampler; None if greedy
+    owner: np.ndarray  # prompt of each sequence; below 0 for none
 
 
 class Drafted(NamedTuple):
-    """A dispatched draft.
+    """A dispatched draft; for `places` and `records`, of all steps, see `Stepped`."""
 
-    Attributes:
-        tokens: the last token and the drafted ones, padded with negative numbers.
-        count: number of drafted tokens; `newest` is the last one.
-        counts: rows selected and moved in each step.
-        places, records: see `dispatch.Stepped`, of all steps.
-    """
-
-    tokens: Int[Array, "b c"]
-    count: int
-    newest: Int[Array, " b"]
-    counts: list[Counts]
+    tokens: Int[Array, "b c"]  # the last token and the drafted ones, then negative numbers
+    count: int  # number of drafted tokens
+    newest: Int[Array, " b"]  # the last drafted token
+    counts: list[Counts]  # rows selected and moved in each step
     places: list[Any]
     records: list[tuple[Any, ...]]
+
+
+class Verdict(NamedTuple):
+    """Outcome of a verification."""
+
+    drawn: Int[Array, "b c"]  # the full model's draws, of which the first `count` are new tokens
+    count: Int[Array, " b"]  # new tokens of each sequence, and its leading inputs to commit
+    last: Int[Array, " b"]  # last new token; the token before if there is none
+    room: Int[Array, " b"]  # tokens that a sequence may still get; 0 after its end
+    draws: Draws | None  # state of the sampler after these tokens; None if greedy
+    logits: Float[Array, "n v"]  # after every token of every sequence, in one axis
 
 
 class Judged(NamedTuple):
@@ -109,25 +125,21 @@ class Rounds:
 
         A sequence needs at most `needed` tokens. A first round compiles and is not `timed`.
         """
+        positions = self._decoder.config.max_positions - 1 - int(self._batch.cached.max())
+        count = self.length.choose(max(0, min(needed - 1, positions)))
         begun = time.perf_counter()
-        drafted = self._draft(given, self._next_count(needed), watch)
+        drafted = self._draft(given, count, watch)
         # The verification is dispatched later: its dispatch may wait for the device.
         drafted.newest.block_until_ready()
         between = time.perf_counter()
-        judged = self._judge(given, drafted, size_of(drafted.count))
+        judged = self._judge(given, drafted, size_of(count))
         judged.verdict.count.block_until_ready()
         if timed:
-            self._time(drafted.count, between - begun, time.perf_counter() - between)
+            draft, verification = between - begun, time.perf_counter() - between
+            self.length.time_draft(count, draft)
+            self.length.time_verification(size_of(count), verification)
+            self.seconds = [self.seconds[0] + draft, self.seconds[1] + verification]
         return judged
-
-    def _time(self, count: int, draft: float, verification: float) -> None:
-        self.length.time_draft(count, draft)
-        self.length.time_verification(size_of(count), verification)
-        self.seconds = [self.seconds[0] + draft, self.seconds[1] + verification]
-
-    def _next_count(self, needed: int) -> int:
-        positions = self._decoder.config.max_positions - 1 - int(self._batch.cached.max())
-        return self.length.choose(max(0, min(needed - 1, positions)))
 
     def _draft(self, given: Given, count: int, watch: Watch | None = None) -> Drafted:
         """Dispatch a draft and undo its traces in the cache, without waiting."""
@@ -209,3 +221,129 @@ class Rounds:
             if number:  # the first one compiles
                 self.length.time_draft(drafted.count, time.perf_counter() - began)
         return drafted
+
+
+@compiled(lambda at: at.batch, static_argnames="size")
+def begin(decoder: Decoder, last: Int[Array, " b"], *, size: int) -> Int[Array, "b n"]:
+    """Return the tokens to verify before any is drafted."""
+    return jnp.full((len(last), size), -1, jnp.int32).at[:, 0].set(last)
+
+
+@compiled(lambda at: at.batch, donate_argnums=0)
+def draft(
+    decoder: Decoder,
+    tokens: Int[Array, "b c"],
+    place: Int[Array, ""],
+    logits: Float[Array, "b v"],
+    best: Int[Array, " b"],
+    draws: Draws | None,
+) -> tuple[Int[Array, " b"], Int[Array, "b c"]]:
+    """Draw a token and add it to those to verify, which are donated."""
+    new = best
+    if draws is not None:
+        history, before = draws.history, lax.iota(jnp.int32, tokens.shape[1])
+        if history is not None:
+            known = (before >= 1) & (before < place)
+            history = _with_tokens(history, tokens, jnp.broadcast_to(known, tokens.shape))
+        uniform = uniforms(draws.settings.seed, draws.stream, draws.count + place - 1)
+        new = sample(logits, draws.settings, uniform, history)
+    return new, lax.dynamic_update_slice(tokens, new[:, None], (jnp.int32(0), place))
+
+
+@compiled(lambda at: at.batch, layer_options)
+def judge(
+    decoder: Decoder,
+    params: Params,
+    x: Float[Array, "b c e"],
+    tokens: Int[Array, "b n"],
+    room: Int[Array, " b"],
+    active: Bool[Array, " b"],
+    ends: Int[Array, " m"],
+    draws: Draws | None,
+) -> Verdict:
+    """Compare the tokens to verify with the full model's draws."""
+    tokens = tokens[:, : x.shape[1]]
+    logits = decoder.logits(params, x).astype(jnp.float32)
+    drawn = lax.argmax(logits, 2, jnp.int32) if draws is None else draw_all(logits, draws)
+    c = tokens.shape[1]
+    place = lax.iota(jnp.int32, c)[None]
+    agrees = (drawn[:, :-1] == tokens[:, 1:]).astype(jnp.int32)
+    accepted = jnp.sum(jnp.cumprod(agrees, axis=1), axis=1, dtype=jnp.int32)
+    end = jnp.any(drawn[:, :, None] == ends[None, None], axis=2)
+    first_end = jnp.min(jnp.where(end, place, c), axis=1)
+    room = jnp.where(active, room, 0)
+    count = jnp.minimum(jnp.minimum(accepted, first_end) + 1, room)
+    newest = jnp.take_along_axis(drawn, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    last = jnp.where(count > 0, newest, tokens[:, 0])
+    left = jnp.where(first_end < count, 0, room - count)
+    if draws is not None:
+        history = draws.history
+        if history is not None:
+            history = _with_tokens(history, drawn, place < count[:, None])
+        draws = draws._replace(count=draws.count + count, history=history)
+    return Verdict(drawn, count, last, left, draws, logits.reshape(-1, logits.shape[2]))
+
+
+def draw_all(logits: Float[Array, "b c v"], draws: Draws) -> Int[Array, "b c"]:
+    """Draw after every token, each time as if the draws before were the sequence's tokens."""
+
+    def one(
+        carry: tuple[Array, History | None], logits: Float[Array, "b v"]
+    ) -> tuple[tuple[Array, History | None], Array]:
+        count, history = carry
+        uniform = uniforms(draws.settings.seed, draws.stream, count)
+        new = sample(logits, draws.settings, uniform, history)
+        if history is not None:
+            history = _with_tokens(history, new[:, None], jnp.ones((len(new), 1), bool))
+        return (count + 1, history), new
+
+    _, drawn = lax.scan(one, (draws.count, draws.history), logits.swapaxes(0, 1))
+    return drawn.swapaxes(0, 1)
+
+
+def _with_tokens(history: History, tokens: Int[Array, "b n"], counted: Array) -> History:
+    sequence = jnp.arange(len(tokens), dtype=jnp.int32)[:, None]
+    drawn = history.drawn.at[sequence, jnp.maximum(tokens, 0)].add(counted.astype(jnp.int32))
+    return history._replace(drawn=drawn)
+
+
+class Saved(NamedTuple):
+    """Copies of a cache's arrays; None for layers that steps only extend."""
+
+    local: tuple[Local | None, ...]
+    states: tuple[Any, ...]
+    lengths: Int[Array, " b"]
+
+
+def save(decoder: Decoder, cache: Cache) -> Saved:
+    """Copy the arrays that decode steps destroy."""
+    local = tuple(None if isinstance(x, DenseLayer) else x for x in cache.local)
+    states = cache.states if decoder.policy.observes else ()
+    return _copied(decoder, Saved(local, states, cache.lengths))
+
+
+def restore(decoder: Decoder, cache: Cache, saved: Saved) -> Cache:
+    """Return the cache before the steps since `save`; both arguments are consumed."""
+    local = (now if old is None else old for now, old in zip(cache.local, saved.local, strict=True))
+    return cache._replace(
+        local=tuple(local),
+        states=saved.states or cache.states,
+        lengths=saved.lengths,
+        hot=_no_later(decoder, cache.hot, saved.lengths) if any(cache.hot) else cache.hot,
+    )
+
+
+@compiled(lambda at: Saved(at.rows, at.rows, at.batch))
+def _copied(decoder: Decoder, saved: Saved) -> Saved:
+    return jax.tree.map(jnp.copy, saved)
+
+
+@compiled(lambda at: at.rows, donate_argnums=0)
+def _no_later(decoder: Decoder, hot: Any, lengths: Int[Array, " b"]) -> Any:
+    """Return hot sets whose entries were used before the next token.
+
+    `cache.hot_set.replacement` evicts the least recently used entry, and the current use must be
+    last.
+    """
+    newest = (lengths - 1)[:, None, None]
+    return tuple(x and x._replace(used=jnp.minimum(x.used, newest)) for x in hot)

@@ -12,13 +12,12 @@ from infinigen_jax.cache.row_format import row_format
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Weights
 from infinigen_jax.engine.draft_length import MOST, size_of
-from infinigen_jax.engine.drafter import make_drafter
 from infinigen_jax.engine.settings import EngineSettings
 from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.loading.load import DENSE_UNKNOWN, Model
 from infinigen_jax.models import Params
-from infinigen_jax.models.packed import join, split
-from infinigen_jax.models.small_weights import small_dtype
+from infinigen_jax.models.linear import join, split
+from infinigen_jax.models.small_weights import shrink, small_dtype
 from infinigen_jax.policies import Full, InfiniGen, Policy
 from infinigen_jax.programs.program import Program
 from infinigen_jax.selection.select import budget_fraction
@@ -36,7 +35,7 @@ FUSED_LAYERS = 8  # maximum number of layers compiled as one program on a CPU
 class Runtime:
     """A model ready to run, with all open settings decided and weights in the decoder's form.
 
-    `drafter` is the decoder and the weights of drafted steps.
+    `drafter` is the decoder and the weights of drafted steps; see `make_drafter`.
     """
 
     model: Model
@@ -97,8 +96,7 @@ def make_runtime(model: Model, settings: EngineSettings, mesh: Mesh | None = Non
         tokenizer = {n: x for n, x in vars(model).items() if n == "tokenizer"}
         model = dataclasses.replace(model, params=params)
         vars(model).update(tokenizer)
-    drafter = make_drafter(decoder, weights, draft_form(settings, decoder, weights.params))
-    return Runtime(model, settings, decoder, weights, drafter)
+    return Runtime(model, settings, decoder, weights, make_drafter(settings, decoder, weights))
 
 
 def draft_form(settings: EngineOptions, decoder: Decoder, params: Params) -> str | None:
@@ -112,6 +110,30 @@ def draft_form(settings: EngineOptions, decoder: Decoder, params: Params) -> str
     small = small_dtype(params["layers"][0]) is not None
     pays = settings.weights == "host" or decoder.transfer.in_place
     return DRAFT_WEIGHTS if settings.lossless and pays and not small else None
+
+
+def make_drafter(
+    settings: EngineSettings, decoder: Decoder, weights: Weights
+) -> tuple[Decoder, Weights]:
+    """Return decoder and weights of drafted steps: the engine's, or a small copy of the weights.
+
+    A verification corrects errors of the copy, so the copy may be coarse. It stays on the device:
+    with weights in host memory, a draft moves none of them. It shares the embedding and the
+    policy's arrays.
+    """
+    dtype, whole = draft_form(settings, decoder, weights.params), Placement(decoder.mesh).whole
+    if dtype is None:
+        return decoder, weights
+    if small_dtype(weights.params["layers"][0]) is not None:
+        raise ParameterError("draft_weights", "the model's weights are small already; leave it out")
+
+    def copied(layer: Params) -> Params:
+        layer = jax.device_put(layer, whole)
+        small = shrink(join(layer) if decoder.transfer.in_place else layer, dtype)
+        return jax.device_put(small, whole)
+
+    params = weights.params | {"layers": list(map(copied, weights.params["layers"]))}
+    return dataclasses.replace(decoder, weights_on_host=False), weights._replace(params=params)
 
 
 def check_lossless(decoder: Decoder) -> None:
@@ -138,7 +160,6 @@ def most_drafted(decoder: Decoder, wanted: int | None) -> int:
 
 
 def make_decoder(model: Model, settings: EngineSettings, transfer: Transfer, mesh: Mesh) -> Decoder:
-    """Return the decoder of a model with these settings."""
     policy, hot_set = settings.policy, settings.hot_set
     if hot_set is None:
         hot_set = HOT_SET if transfer.concurrent and policy.reuses else 0.0

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import types
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.cache.host_array import Placement
-from infinigen_jax.engine.batching import put_sequence, take_sequence
+from infinigen_jax.engine.batch import put_sequence, take_sequence
 from infinigen_jax.programs.program import Program
 from infinigen_jax.sampling import (
     History,
@@ -35,7 +36,13 @@ class Drawn(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """Inputs of a sampler's draws, except the logits; `history` is None without penalties."""
+    """Inputs of a sampler's draws, except the logits.
+
+    Attributes:
+        stream: see `sampling.uniforms`.
+        count: tokens drawn so far, except while all sequences are greedy.
+        history: None without penalties.
+    """
 
     settings: SamplingArrays
     stream: Int[Array, " b"]
@@ -53,6 +60,7 @@ class Sampler:
     Args:
         prompts: tokens of each sequence so far, for the repetition penalty.
         streams: stream of random numbers of each sequence; 0 by default, see `sampling.uniforms`.
+        drawn: number of tokens that each sequence drew before.
         greedy, penalises: whether all sequences that may join are greedy, and whether one of them
             has penalties; they count for the kind of the batch from the beginning, so that it never
             changes.
@@ -72,12 +80,10 @@ class Sampler:
         self._at, self._programs = Placement(mesh), sampling_programs(mesh)
         self._others = greedy, penalises
         self._vocabulary, self._sampling = vocabulary, list(samplings)
-        self._streams = np.array(streams or [0] * len(self._sampling), np.int32)
-        self._steps = np.full(len(self._sampling), drawn, np.int32)
-        self._history: History | None = None
-        if self._penalises:
-            self._history = self._put(self._empty_history(prompts))
-        self._place()
+        count: Any = np.full(len(samplings), drawn, np.int32)
+        stream: Any = np.array(streams or np.zeros_like(count), np.int32)
+        history = self._empty_history(prompts) if self._penalises else None
+        self._draws = self._put(Draws(settings_of(samplings), stream, count, history))
 
     @property
     def greedy(self) -> bool:
@@ -105,63 +111,55 @@ class Sampler:
         if allowed is not None:
             limited, tokens = self._programs.limit(logits, best, self._put(allowed))
         if not self.greedy:
-            tokens, self._count, self._history = self._programs.draw(
-                limited, self._settings, self._stream, self._count, self._history
-            )
-        self._steps += 1
+            tokens, count, history = self._programs.draw(limited, *self._draws)
+            self._draws = self._draws._replace(count=count, history=history)
         return Drawn(tokens, self.log_probs(logits, tokens) if log_probs else None)
 
     @property
     def draws(self) -> Draws | None:
         """Inputs of the next draws; None while all sequences are greedy."""
-        if self.greedy:
-            return None
-        return Draws(self._settings, self._stream, self._count, self._history)
+        return None if self.greedy else self._draws
 
-    def drew(self, draws: Draws | None, counts: np.ndarray) -> None:
-        """Continue after `counts` tokens of each sequence that were drawn elsewhere."""
-        self._steps += counts
-        if draws is not None:
-            self._count, self._history = draws.count, draws.history
+    def drew(self, draws: Draws | None) -> None:
+        """Continue after tokens that were drawn elsewhere, with `draws` after them."""
+        self._draws = draws or self._draws
 
     def log_probs(self, logits: Float[Array, "n v"], tokens: Int[Array, " n"]) -> LogProbs:
-        """Return the log-probabilities of drawn tokens."""
         return self._programs.log_probs(logits, tokens)
 
     def replace(self, sequence: int, other: "Sampler") -> None:
         """Replace a sequence by the only one of another sampler."""
         self._sampling[sequence] = other._sampling[0]
-        self._streams[sequence], self._steps[sequence] = other._streams[0], other._steps[0]
-        if self._history is None and other._history is not None:
-            self._history = self._put(self._empty_history([()] * len(self._sampling)))
-        if self._history is not None:
-            one = other._history or self._put(self._empty_history([()]))
-            at = jax.device_put(np.int32(sequence), self._at.whole)
-            self._history = self._programs.put(self._history, one, at)
-        self._place()
+        both = self._draws, other._draws
+        if any(draws.history is not None for draws in both):
+            both = self._with_history(), other._with_history()
+        self._draws = self._programs.put(*both, np.int32(sequence))
+        # Those of sequences that have ended become greedy, which searches no threshold.
+        self._draws = self._draws._replace(settings=self._put(settings_of(self._sampling)))
 
     def single(self, sequence: int) -> "Sampler":
         """Return a sampler that continues a sequence alone."""
-        stream, drawn = int(self._streams[sequence]), int(self._steps[sequence])
-        sampling = [self._sampling[sequence]]
+        stream = int(np.asarray(self._draws.stream)[sequence])
+        drawn = int(np.asarray(self._draws.count)[sequence])
         fixed = self._at.mesh, self._vocabulary
-        one = Sampler(*fixed, sampling, [()], [stream], drawn, *self._others)
-        if one._history is not None:
-            at = jax.device_put(np.int32(sequence), self._at.whole)
-            one._history = self._programs.take(self._history, at)
+        one = Sampler(*fixed, [self._sampling[sequence]], [()], [stream], drawn, *self._others)
+        if one._draws.history is not None:
+            history = self._programs.take(self._draws.history, np.int32(sequence))
+            one._draws = one._draws._replace(history=history)
         return one
 
     def leave(self, sequence: int) -> None:
         """Forget the settings of a sequence that has ended."""
         self._sampling[sequence] = Sampling()
         if not self._penalises:
-            self._history = None
+            self._draws = self._draws._replace(history=None)
 
-    def _place(self) -> None:
-        """Copy the settings of all sequences to the device."""
-        self._settings = self._put(settings_of(self._sampling))
-        # Copies, because the transfer may still read them when the originals change.
-        self._stream, self._count = self._put((self._streams.copy(), self._steps.copy()))
+    def _with_history(self) -> Draws:
+        """Return the inputs of the next draws with a history, empty if there was none."""
+        if self._draws.history is not None:
+            return self._draws
+        empty = self._empty_history([()] * len(self._sampling))
+        return self._draws._replace(history=self._put(empty))
 
     def _empty_history(self, prompts: Sequence[Sequence[int]]) -> History:
         prompt = np.zeros((len(prompts), self._vocabulary), bool)
@@ -173,19 +171,9 @@ class Sampler:
         return jax.device_put(arrays, self._at.batch, may_alias=False)
 
 
-class SamplingPrograms(NamedTuple):
-    """Compiled functions of `Sampler`; `draw` also counts the tokens in the donated history."""
-
-    limit: Any
-    draw: Any
-    log_probs: Any
-    put: Any
-    take: Any
-
-
 @functools.lru_cache(maxsize=8)
-def sampling_programs(mesh: Mesh) -> SamplingPrograms:
-    """Return the compiled functions for batches on a mesh."""
+def sampling_programs(mesh: Mesh) -> Any:
+    """Return the compiled functions of `Sampler` for batches on a mesh."""
 
     def draw(
         logits: Float[Array, "b v"],
@@ -194,6 +182,7 @@ def sampling_programs(mesh: Mesh) -> SamplingPrograms:
         step: Int[Array, " b"],
         history: History | None,
     ) -> tuple[Int[Array, " b"], Int[Array, " b"], History | None]:
+        """Draw tokens, and count them in the history, which is donated."""
         tokens = sample(logits, settings, uniforms(settings.seed, stream, step), history)
         if history is not None:
             drawn = history.drawn.at[jnp.arange(len(tokens)), tokens].add(1)
@@ -204,7 +193,7 @@ def sampling_programs(mesh: Mesh) -> SamplingPrograms:
         return log_probs_of(logits, tokens, MOST_LOG_PROBS)
 
     at = Placement(mesh)
-    return SamplingPrograms(
+    return types.SimpleNamespace(
         limit=Program(limited, (), at.batch),
         draw=Program(draw, (), at.batch, donate_argnums=4),
         log_probs=Program(log_probs, (), at.batch),

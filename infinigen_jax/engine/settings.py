@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.numeric import listed
@@ -49,11 +50,10 @@ class EngineSettings(EngineOptions):
         if unknown := next((name for name in settings if name not in known), None):
             remedy = "no setting of an engine; those of a policy are given as InfiniGen(budget=0.1)"
             raise ParameterError(unknown, remedy)
-        if policy is None:
-            return cls(**settings)  # pyright: ignore[reportArgumentType]
         if isinstance(policy, str) and policy in POLICIES:
             policy = POLICIES[policy]()
-        return cls(policy=policy, **settings)  # pyright: ignore[reportArgumentType]
+        given: Any = settings if policy is None else settings | {"policy": policy}
+        return cls(**given)
 
 
 def _check_fields(policy: Policy) -> None:

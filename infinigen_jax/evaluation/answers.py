@@ -1,19 +1,30 @@
-"""Greedy answers through the engine: prefill a context, decode the question, then generate.
+"""Likelihoods of continuations, and greedy answers, through the engine.
 
-The question is decoded token by token, because prefill computes the same for every policy: the
-first token of an answer would be that of the full cache.
+All tokens of a context except the last are prefilled; the last one and the continuation are
+decoded. A question is decoded token by token, because prefill computes the same for every policy:
+the first token of an answer would be that of the full cache.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from infinigen_jax.engine.engine import Engine
-from infinigen_jax.evaluation.scoring import Traffic, batches, check_finite, start_run, traffic
-
-READ_EVERY = 64  # steps between reads; bounds the queue of the device
+from infinigen_jax.engine.prompts import round_up_capacity
+from infinigen_jax.errors import InputError
+from infinigen_jax.evaluation.scoring import (
+    READ_EVERY,
+    Traffic,
+    batches,
+    check_finite,
+    score_run,
+    start_run,
+    traffic,
+)
+from infinigen_jax.models import ModelConfig
+from infinigen_jax.prefill.prefill import prefill
 
 
 def answer(
@@ -53,29 +64,120 @@ def _answer_batch(
     """Answer the first `kept` prompts; the others fill the batch."""
     decoded = min(decoded, *(len(prompt) - 1 for prompt in prompts))
     cached = [p[:-decoded] for p in prompts]
-    most = engine.model.config.fitting(decoded + new, cached)
-    size, new = new, max(1, most - decoded)
-    run = start_run(engine, cached, decoded + new)
-    given = np.array([p[-decoded:] for p in prompts], np.int32)
-    log_probs = run.predict(given[:, 0])
-    for i in range(1, decoded):
-        log_probs = run.predict(given[:, i])
+    room = max(1, engine.model.config.fitting(decoded + new, cached) - decoded)
+    run = start_run(engine, cached, decoded + room)
+    for tokens in np.array([p[-decoded:] for p in prompts], np.int32).T:
+        log_probs = run.predict(tokens)
     check_finite(engine, np.asarray(log_probs.max(axis=1)))
     drawn = [run.drawn]
-    for i in range(1, new):
+
+    def read() -> Int[np.ndarray, "b n"]:
+        tokens = np.stack([np.asarray(step) for step in drawn], axis=1)
+        ends = np.isin(tokens, list(engine.model.eos_ids))
+        return np.where(np.logical_or.accumulate(ends, axis=1), -1, tokens)
+
+    for i in range(1, room):
         run.advance()
         drawn.append(run.drawn)
-        if i % READ_EVERY == 0 and _ended(engine, drawn):
+        if i % READ_EVERY == 0 and (read()[:, -1] < 0).all():
             break
-    tokens = np.full((kept, size), -1, np.int32)
-    generated = np.stack([np.asarray(step) for step in drawn], axis=1)[:kept]
-    for row, answer in zip(tokens, generated, strict=True):
-        ends = np.flatnonzero(np.isin(answer, list(engine.model.eos_ids)))
-        end = ends[0] if len(ends) else len(answer)
-        row[:end] = answer[:end]
+    tokens = np.full((kept, new), -1, np.int32)
+    tokens[:, : len(drawn)] = read()[:kept]
     return tokens, traffic(run, kept)
 
 
-def _ended(engine: Engine, drawn: Sequence[Any]) -> bool:
-    tokens = np.stack([np.asarray(step) for step in drawn])
-    return bool(np.isin(tokens, list(engine.model.eos_ids)).any(axis=0).all())
+class Continuation(NamedTuple):
+    """A text to score, given a context."""
+
+    context: Sequence[int]
+    text: Sequence[int]
+
+
+def likelihoods(
+    engine: Engine,
+    asked: Sequence[Continuation],
+    batch: int,
+    advance: Callable[[int], object] = lambda continuations: None,
+) -> tuple[Float[np.ndarray, "n 2"], Traffic]:
+    """Score continuations of any lengths.
+
+    Args:
+        asked: contexts and texts of at least one token. A context too long for the model's
+            positions loses its first tokens; see `ModelConfig.room`.
+        batch: batch size. An incomplete batch repeats continuations to fill up.
+
+    Returns:
+        [n, 2] float64, the natural log-likelihood, and 1 if every token of the text is the most
+        likely one, else 0; and the traffic.
+    """
+    config = engine.model.config
+    # The first token after a context of one token: nothing is cached to select from, and the engine
+    # prefills at least one token before its first step.
+    cut = [_cut(one, config) for one in asked]
+    first = [i for i, one in enumerate(cut) if len(one.context) == 1]
+    result, total = np.array([[0.0, 1.0]] * len(asked)).reshape(-1, 2), Traffic()
+    for i in first:
+        result[i] = _first_token(engine, cut[i].context[0], cut[i].text[0])
+        cut[i] = Continuation([*cut[i].context, cut[i].text[0]], cut[i].text[1:])
+    advance(sum(not one.text for one in cut))
+    for rows in _batches(cut, batch, config):
+        chosen = [cut[i] for i in rows]
+        filled = [*chosen, *[chosen[-1]] * (batch - len(chosen))]
+        lengths = np.array([len(one.text) for one in filled])
+        run = start_run(engine, [one.context[:-1] for one in filled], int(lengths.max()))
+        tokens = np.zeros((batch, lengths.max() + 1), np.int32)
+        for row, one in zip(tokens, filled, strict=True):
+            row[: len(one.text) + 1] = [one.context[-1], *one.text]
+        scores = score_run(run, tokens, len(chosen))
+        inside = np.arange(lengths.max()) < lengths[: len(chosen), None]
+        greedy = (scores.best == tokens[: len(chosen), 1:]) | ~inside
+        result[rows, 0] += np.where(inside, -scores.nats, 0).sum(axis=1)
+        result[rows, 1] *= greedy.all(axis=1)
+        total += traffic(run, len(chosen))
+        advance(len(rows))
+    check_finite(engine, result)
+    return result, total
+
+
+def _cut(one: Continuation, config: ModelConfig) -> Continuation:
+    """Leave out first tokens of the context if the model has no room for all."""
+    limit = config.max_positions
+    kept = min(len(one.context), limit - len(one.text))
+    if config.longest_short and len(one.text) > config.room(kept - 1):
+        limit = config.longest_short
+    if len(one.text) >= limit:
+        raise InputError(
+            f"a text to score has {len(one.text)} tokens, and the model {limit} positions; "
+            "shorten it"
+        )
+    return Continuation(one.context[len(one.text) - limit :], one.text)
+
+
+def _first_token(engine: Engine, token: int, target: int) -> tuple[float, float]:
+    """Return a token's log-likelihood after a single one, and whether it is the most likely."""
+    decoder, one = engine.decoder, np.ones((1, 1), np.int32)
+    capacity = round_up_capacity(decoder.policy.window)
+    slots = decoder.host_slots(1, capacity)
+    read = prefill(decoder, engine.runtime.weights, token * one, one[0], capacity, slots)
+    logits = np.asarray(read.logits, np.float64)[0]
+    top = logits.max()
+    score = logits[target] - top - np.log(np.exp(logits - top).sum())
+    return float(score), float(logits.argmax() == target)
+
+
+def _batches(cut: Sequence[Continuation], batch: int, config: ModelConfig) -> Iterator[list[int]]:
+    """Yield batches of continuations of similar lengths for which the model has room together.
+
+    Every sequence of a batch takes as many steps as the longest text.
+    """
+    order = [i for i, one in enumerate(cut) if one.text]
+    order.sort(key=lambda i: (len(cut[i].text), len(cut[i].context)))
+    chosen: list[int] = []
+    for i in order:
+        room = min(config.room(len(cut[j].context) - 1) for j in [*chosen, i])
+        if len(chosen) == batch or len(cut[i].text) > room:
+            yield chosen
+            chosen = []
+        chosen.append(i)
+    if chosen:
+        yield chosen

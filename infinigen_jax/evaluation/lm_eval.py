@@ -11,8 +11,7 @@ or its own command line. Releases of the harness after 0.4.13 know this model by
 
 For 0.4.13, `python -m infinigen_jax.evaluation.lm_eval` takes the place of `lm_eval`.
 
-Likelihoods are those of `likelihood`, and texts those of `answers`: decode steps make every token
-that counts. Generation is greedy.
+Decode steps make every token that counts, see `answers`. Generation is greedy.
 """
 
 import dataclasses
@@ -28,8 +27,7 @@ from tqdm import tqdm
 
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.errors import InputError
-from infinigen_jax.evaluation.answers import answer
-from infinigen_jax.evaluation.likelihood import Continuation, likelihoods
+from infinigen_jax.evaluation.answers import Continuation, answer, likelihoods
 from infinigen_jax.evaluation.scoring import Traffic
 from infinigen_jax.evaluation.texts import beginning, prefixed, split_context
 
@@ -81,41 +79,34 @@ class InfiniGenLM(LM):
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Any]:
         """Return the natural log-likelihood of each continuation, and whether it is greedy."""
         tokenizer = self.engine.model.tokenizer
-        asked = []
-        for request in requests:
-            context, text = request.args
-            asked.append(Continuation(*split_context(tokenizer, context, text, self._first)))
-        scores = self._score(asked, disable_tqdm)
+        texts = (split_context(tokenizer, *request.args, first=self._first) for request in requests)
+        scores = self._score([Continuation(*each) for each in texts], disable_tqdm)
         found = [(float(score), bool(greedy)) for score, greedy in scores]
-        for request, one in zip(requests, found, strict=True):
-            self.cache_hook.add_partial("loglikelihood", request.args, one)
-        return found
+        return self._cached("loglikelihood", requests, found)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the natural log-likelihood of each text, in windows as long as it grows."""
         asked, owners = [], []
         for number, request in enumerate(requests):
             tokens = self.engine.model.tokenizer.encode(request.args[0], add_special_tokens=False)
-            windows = get_rolling_token_windows(tokens, self._first, self.growing - 1, 1)
-            for window in windows:
+            for window in get_rolling_token_windows(tokens, self._first, self.growing - 1, 1):
                 asked.append(Continuation(*make_disjoint_window(window)))
                 owners.append(number)
         totals = [0.0] * len(requests)
         for owner, (score, _) in zip(owners, self._score(asked, disable_tqdm), strict=True):
             totals[owner] += float(score)
-        for request, total in zip(requests, totals, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
-        return totals
+        return self._cached("loglikelihood_rolling", requests, totals)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Return the greedy text after each context, up to one of its stop strings."""
         texts = [""] * len(requests)
-        sizes = [self._settings(request)[1] for request in requests]
+        settings = [self._settings(request) for request in requests]
         tokenizer = self.engine.model.tokenizer
         hidden = disable_tqdm or self.quiet
         with tqdm(total=len(requests), unit=" texts", disable=hidden) as progress:
-            for size in sorted(set(sizes)):  # requests of one length of answer are one batch
-                numbers = [i for i, each in enumerate(sizes) if each == size]
+            # Requests of one length of answer are one batch.
+            for size in sorted({size for _, size in settings}):
+                numbers = [i for i, (_, each) in enumerate(settings) if each == size]
                 contexts = (prefixed(tokenizer, requests[i].args[0]) for i in numbers)
                 prompts = [self._fitting(context, size) for context in contexts]
                 prompts = [[self._first] * (2 - len(p)) + p for p in prompts]
@@ -123,15 +114,19 @@ class InfiniGenLM(LM):
                 self.traffic += moved
                 for i, row in zip(numbers, tokens, strict=True):
                     texts[i] = tokenizer.decode(row[row >= 0].tolist())
-        for i, request in enumerate(requests):
-            for stop in self._settings(request)[0]:
+        for i, (stops, _) in enumerate(settings):
+            for stop in stops:
                 texts[i] = texts[i].split(stop)[0]
-            self.cache_hook.add_partial("generate_until", request.args, texts[i])
-        return texts
+        return self._cached("generate_until", requests, texts)
+
+    def _cached(self, method: str, requests: list[Any], results: list[Any]) -> list[Any]:
+        """Give the results to the harness's cache too."""
+        for request, result in zip(requests, results, strict=True):
+            self.cache_hook.add_partial(method, request.args, result)
+        return results
 
     def _score(self, asked: list[Continuation], disable_tqdm: bool) -> Any:
-        hidden = disable_tqdm or self.quiet
-        with tqdm(total=len(asked), unit=" texts", disable=hidden) as progress:
+        with tqdm(total=len(asked), unit=" texts", disable=disable_tqdm or self.quiet) as progress:
             scores, moved = likelihoods(self.engine, asked, self.batch, progress.update)
         self.traffic += moved
         return scores

@@ -10,15 +10,15 @@ the most likely token is the same.
 """
 
 import argparse
+import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
-from infinigen_jax.evaluation.parts import Measurement
-from infinigen_jax.evaluation.report import percent, with_error
-from infinigen_jax.evaluation.session import Session, add_common_options, traffic_of
-from infinigen_jax.evaluation.statistics import Compared, divergence, statistics
+from infinigen_jax.evaluation.report import mean_and_error, percent, with_error
+from infinigen_jax.evaluation.session import Measurement, Session, add_common_options
 from infinigen_jax.evaluation.texts import add_window_options, load_windows
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ HEAD = ["perplexity", "nats/token", "Δ nats", "Δ perplexity", "KL, nats", "sam
 # At perplexity 25 they hold nine tenths of the probability.
 LIKELIEST = 128
 
+Nats = Float[np.ndarray, "w t"]
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_window_options(parser)
@@ -38,8 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     session = Session.of(arguments, say)
-    lines = measured_lines(session)
-    session.finish(lines, HEAD, cells)
+    session.finish(measured_lines(session), HEAD, cells)
 
 
 def measured_lines(session: Session) -> list[dict[str, Any]]:
@@ -77,26 +78,94 @@ class Scoring:
             arrays["same"] = same.astype(np.float64)
         elif asked:
             arrays |= {"likeliest": scores.tokens, "log_probs": scores.log_probs}
-        return Measurement(arrays, traffic_of(traffic))
-
-    def numbers(self, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-        """Return the entries of the result file for one engine."""
-        compared = None
-        if self.reference is not None:
-            compared = Compared(self.reference["nats"], arrays["divergence"], arrays["same"])
-        return statistics(
-            arrays["nats"], compared, self.settings["context"], self.settings["chunk"]
-        )
+        return Measurement(arrays, traffic.per_token())
 
 
 def lines_of(measured: Iterable[Measurement], scoring: Scoring) -> list[dict[str, Any]]:
     """Return the result's lines; a line is measured after those before it are complete."""
     lines = []
+    context, chunk = scoring.settings["context"], scoring.settings["chunk"]
     for line in measured:
-        lines.append(line.values | scoring.numbers(line.arrays))
+        arrays, compared = line.arrays, None
+        if scoring.reference is not None:
+            compared = Compared(scoring.reference["nats"], arrays["divergence"], arrays["same"])
+        lines.append(line.values | statistics(arrays["nats"], compared, context, chunk))
         if line.values["reference"]:
-            scoring.reference = line.arrays
+            scoring.reference = arrays
     return lines
+
+
+class Compared(NamedTuple):
+    """Predictions compared with the full cache's; `same` is 1 for an equal best token, else 0."""
+
+    nats: Nats
+    divergence: Nats
+    same: Nats
+
+
+def statistics(nats: Nats, compared: Compared | None, context: int, chunk: int) -> dict[str, Any]:
+    """Return perplexity, whole and by position from `context`, and its change from a reference."""
+
+    def part(start: int, end: int) -> dict[str, Any]:
+        part_compared = None if compared is None else Compared(*(x[:, start:end] for x in compared))
+        return _mean(nats[:, start:end], part_compared)
+
+    total = nats.shape[1]
+    ends = [(start, min(start + chunk, total)) for start in range(0, total, chunk)]
+    chunks = [{"from": context + a, "to": context + b} | part(a, b) for a, b in ends]
+    # Makes any two lines of a result comparable window by window.
+    windows = [round(float(mean), 7) for mean in nats.mean(axis=1)]
+    return part(0, total) | {"chunks": chunks, "window_nats": windows}
+
+
+def _mean(nats: Nats, compared: Compared | None) -> dict[str, Any]:
+    """Return means over all tokens, with errors over windows, whose tokens are dependent."""
+
+    def mean_of(numbers: Nats) -> tuple[float, float | None]:
+        return float(numbers.mean()), mean_and_error(numbers.mean(axis=1))[1]
+
+    mean, error = mean_of(nats)
+    change = change_error = ratio = apart = apart_error = same = None
+    if compared is not None:
+        change, change_error = mean_of(nats - compared.nats)
+        ratio = _exp(change)
+        apart, apart_error = mean_of(compared.divergence)
+        same = float(compared.same.mean())
+    return {
+        "tokens": nats.size,
+        "nats_per_token": mean,
+        "standard_error": error,
+        "perplexity": _exp(mean),
+        "difference_nats": change,
+        "difference_standard_error": change_error,
+        "perplexity_change_percent": None if ratio is None else 100 * (ratio - 1),
+        "divergence_nats": apart,
+        "divergence_standard_error": apart_error,
+        "same_best_fraction": same,
+    }
+
+
+def _exp(nats: float) -> float | None:
+    """Return exp(nats); None if it overflows, because JSON has no infinity."""
+    return math.exp(nats) if nats < 700 else None
+
+
+def divergence(
+    reference: Float[np.ndarray, "*w t n"], other: Float[np.ndarray, "*w t n"]
+) -> Float[np.ndarray, "*w t"]:
+    """Return the Kullback-Leibler divergence from a reference to another distribution, in nats.
+
+    The sum is over n tokens and one token that stands for all others. It is at most the divergence
+    over all tokens, and close to it if the reference considers the n tokens likely. The result is
+    float64 and at least 0.
+    """
+    p, q = (np.exp(x.astype(np.float64)) for x in (reference, other))
+    log_ratio = reference.astype(np.float64) - other
+    # p log(p / q) + (q - p) is not negative; the second term sums to zero over all tokens.
+    known = np.sum(p * log_ratio + (q - p), axis=-1)
+    # Bound the remaining probability by the rounding of float32 sums.
+    p, q = (np.maximum(1 - x.sum(axis=-1), 1e-6) for x in (p, q))
+    return np.maximum(known + p * np.log(p / q) + (q - p), 0)
 
 
 def cells(line: dict[str, Any]) -> list[str]:

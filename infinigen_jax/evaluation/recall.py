@@ -20,10 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from infinigen_jax.errors import ParameterError
-from infinigen_jax.evaluation.parts import Measurement
-from infinigen_jax.evaluation.report import percent
-from infinigen_jax.evaluation.session import Session, add_common_options, traffic_of
-from infinigen_jax.evaluation.statistics import mean_and_error
+from infinigen_jax.evaluation.report import mean_and_error, percent
+from infinigen_jax.evaluation.session import Measurement, Session, add_common_options
 from infinigen_jax.evaluation.texts import add_window_options, load_windows
 
 if TYPE_CHECKING:
@@ -50,7 +48,7 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
 
     def study(engine: "Engine", advance: Callable[[int], object]) -> Measurement:
         arrays, traffic = study_windows(engine, windows, settings, advance)
-        return Measurement(arrays, traffic_of(traffic))
+        return Measurement(arrays, traffic.per_token())
 
     measured = session.measure(model, study, total, "tokens")
     lines = [line.values | summary(line.arrays, settings) for line in measured]
@@ -72,41 +70,41 @@ def study_windows(
     """
     from infinigen_jax.evaluation.scoring import Traffic, batches, check_finite
 
-    parts, total, layers = [], Traffic(), np.zeros(0, np.int32)
+    parts, total = [], Traffic()
+    layers = [engine.decoder.on_host[number] for number in engine.decoder.selecting]
     for rows, kept in batches(len(windows), settings["batch"]):
-        sums, layers, moved = _study_batch(engine, windows[rows], settings, kept, advance)
-        parts.append(sums)
+        part, moved = _study_batch(engine, windows[rows], layers, settings, kept, advance)
+        parts.append(part)
         total += moved
     arrays = {name: np.concatenate([part[name] for part in parts]) for name in (*MEANS, *COUNTS)}
     check_finite(engine, *arrays.values())
-    return arrays | {"layers": layers}, total
+    return arrays | {"layers": np.array(layers, np.int32)}, total
 
 
 def _study_batch(
     engine: "Engine",
     windows: np.ndarray,
+    layers: list[int],
     settings: dict[str, Any],
     kept: int,
     advance: Callable[[int], object],
-) -> tuple[dict[str, np.ndarray], np.ndarray, "Traffic"]:
+) -> tuple[dict[str, np.ndarray], "Traffic"]:
     """Study the first `kept` windows; the others fill the batch."""
     from infinigen_jax.evaluation.scoring import check_finite, start_windows, traffic
     from infinigen_jax.evaluation.study import watch
 
     context, chunk = settings["context"], settings["chunk"]
     positions = range(context - 1, windows.shape[1] - 1)
-    chunk_count = -(-len(positions) // chunk)
+    steps = np.bincount(np.arange(len(positions)) // chunk)  # in each chunk
     run = start_windows(engine, windows, context)
     sums: dict[str, np.ndarray] = {}
     waiting: list[tuple[int, tuple[Any, ...]]] = []
-    layers = np.zeros(0, np.int32)
 
     def read() -> None:
-        nonlocal layers
         for step, records in waiting:
-            layers = np.array([i for i, seen in enumerate(records) if seen is not None], np.int32)
-            for name, value in _numbers([records[i] for i in layers], len(windows)).items():
-                shape = (*value.shape, chunk_count)
+            for name in (*MEANS, *COUNTS):
+                value = _stacked(name, [records[i] for i in layers], len(windows))
+                shape = (*value.shape, len(steps))
                 sums.setdefault(name, np.zeros(shape))[..., step // chunk] += value
         advance(kept * len(waiting))
         waiting.clear()
@@ -118,21 +116,16 @@ def _study_batch(
             read()
     read()
     check_finite(engine, np.asarray(log_probs).max(axis=1))
-    steps = np.bincount(np.arange(len(positions)) // chunk)
-    means = {name: sums[name] / (1 if name in COUNTS else steps) for name in sums}
-    return {name: mean[:kept] for name, mean in means.items()}, layers, traffic(run, kept)
+    means = {name: (x if name in COUNTS else x / steps)[:kept] for name, x in sums.items()}
+    return means, traffic(run, kept)
 
 
-def _numbers(seen: list[Any], batch: int) -> dict[str, np.ndarray]:
-    """Return one step's numbers as [b, layers, heads], float64."""
-
-    def stack(field: str) -> np.ndarray:
-        if not seen:
-            return np.zeros((batch, 0, 1))
-        values = [np.asarray(getattr(layer, field), np.float64) for layer in seen]
-        return np.stack([value.reshape(batch, -1) for value in values], axis=1)
-
-    return {name: stack(name) for name in (*MEANS, *COUNTS)}
+def _stacked(field: str, seen: list[Any], batch: int) -> np.ndarray:
+    """Return a field of one step's records as [b, layers, heads], float64."""
+    if not seen:
+        return np.zeros((batch, 0, 1))
+    values = [np.asarray(layer[field], np.float64) for layer in seen]
+    return np.stack([value.reshape(batch, -1) for value in values], axis=1)
 
 
 def summary(arrays: dict[str, np.ndarray], settings: dict[str, Any]) -> dict[str, Any]:

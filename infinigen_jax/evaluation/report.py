@@ -3,10 +3,14 @@
 import datetime
 import hashlib
 import importlib.metadata
+import math
 import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jaxtyping import Float
 
 if TYPE_CHECKING:
     from infinigen_jax.loading.load import Model
@@ -103,21 +107,22 @@ def _cell(value: Any) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
     """Format a Markdown table, aligned for terminals; its first `text_columns` are left-aligned."""
-    columns = list(zip(head, *rows, strict=True))
-    widths = [max(3, *map(len, column)) for column in columns]
+    widths = [max(3, *map(len, column)) for column in zip(head, *rows, strict=True)]
+    justify = [str.ljust if i < text_columns else str.rjust for i in range(len(widths))]
 
     def line(cells: Sequence[str]) -> str:
-        padded = [
-            cell.ljust(width) if i < text_columns else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        return f"| {' | '.join(padded)} |"
+        places = zip(justify, cells, widths, strict=True)
+        return f"| {' | '.join(to(cell, width) for to, cell, width in places)} |"
 
-    rule = [
-        "-" * width if i < text_columns else "-" * (width - 1) + ":"
-        for i, width in enumerate(widths)
-    ]
-    return "\n".join([line(head), line(rule), *map(line, rows)])
+    marks = ["-" * (n - 1) + ("-" if i < text_columns else ":") for i, n in enumerate(widths)]
+    return "\n".join([line(head), line(marks), *map(line, rows)])
+
+
+def mean_and_error(samples: Float[np.ndarray, " w"]) -> tuple[float, float | None]:
+    """Return the mean of independent samples and its standard error, None for a single one."""
+    if len(samples) < 2:
+        return float(samples.mean()), None
+    return float(samples.mean()), float(samples.std(ddof=1) / math.sqrt(len(samples)))
 
 
 def with_error(value: float | None, error: float | None, digits: int = 4) -> str:

@@ -1,64 +1,51 @@
 """Needles in a long text: accuracy of greedy answers for several policies and budgets.
 
-A number is hidden at some depth of a text of any length. The text is prefilled; question and answer
-are decoded, through the model's chat template if it has one. An answer is right if it contains the
-number. `same` is the share of answers that equal the full cache's token for token, which
-distinguishes policies even if the model finds no needle.
+A number is hidden at some depth of a text of any length, as in RULER (COLM 2024). The text is
+unrelated, or consists of other numbers, as in a key-value lookup. It is prefilled; question and
+answer are decoded, through the model's chat template if it has one. An answer is right if it
+contains the number. `same` is the share of answers that equal the full cache's token for token,
+which distinguishes policies even if the model finds no needle.
 Other tasks: lm-evaluation-harness, with its adapter (`lm_eval`).
 """
 
 import argparse
+import bisect
+import dataclasses
 import functools
 import itertools
+import random
+import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from infinigen_jax.errors import ParameterError
-from infinigen_jax.evaluation.haystacks import GRASS, Item, answer_tokens, make_item, sentences
-from infinigen_jax.evaluation.parts import Measurement
-from infinigen_jax.evaluation.report import percent, with_error
-from infinigen_jax.evaluation.session import Session, add_common_options, traffic_of
-from infinigen_jax.evaluation.statistics import mean_and_error
+from infinigen_jax.evaluation.report import mean_and_error, percent, with_error
+from infinigen_jax.evaluation.session import Measurement, Session, add_common_options
 from infinigen_jax.evaluation.texts import Text, common_length, prefixed
 from infinigen_jax.numeric import Range, whole_number
-from infinigen_jax.text.templates import render_chat
-from infinigen_jax.text.tokenizer import check_vocabulary
+from infinigen_jax.text.tokenizer import check_vocabulary, render_chat
 
 if TYPE_CHECKING:
     from infinigen_jax.engine.engine import Engine
     from infinigen_jax.loading.load import Model
 
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+DEPTHS = [0.0, 0.25, 0.5, 0.75, 1.0]
+GRASS = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+INTRODUCTION = "A special magic number is hidden within the following text. Memorize it.\n"
 SUMMARY = "numbers in a text of any length, at any depth"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "--length",
-        nargs="+",
-        type=whole_number(16),
-        metavar="N",
-        help="tokens of an item, including the answer (default: the model's positions)",
-    )
-    add(
-        "--depth",
-        nargs="+",
-        type=Range(0, 1),
-        default=list(DEPTHS),
-        metavar="D",
-        help="depths of the number in the text, 0 to 1 (default 0 0.25 0.5 0.75 1)",
-    )
-    add(
-        "--items",
-        type=whole_number(1),
-        default=10,
-        metavar="M",
-        help="items per length and depth (default 10)",
-    )
+    length = "tokens of an item, including the answer (default: the model's positions)"
+    add("--length", nargs="+", type=whole_number(16), metavar="N", help=length)
+    depths = "depths of the number in the text, 0 to 1 (default 0 0.25 0.5 0.75 1)"
+    add("--depth", nargs="+", type=Range(0, 1), default=DEPTHS, metavar="D", help=depths)
+    items = "items per length and depth (default 10)"
+    add("--items", type=whole_number(1), default=10, metavar="M", help=items)
     add("--haystack", metavar="F", help="text around the numbers (default: about grass and sky)")
     add("--pairs", action="store_true", help="words and other numbers around it: lookups by key")
     add("--raw", action="store_true", help="prompts as they are, without the chat template")
@@ -110,6 +97,94 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     session.finish(lines, ["found, %", "same"], table_cells)
 
 
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """A needle in a haystack.
+
+    Attributes:
+        context, question: parts of the prompt; the generated answer follows.
+        depth: position of the needle in the context, 0 to 1.
+        length: tokens that the item was made for, including the answer.
+        number: number of the needle; items with the same one differ only in length and depth.
+    """
+
+    context: str
+    question: str
+    answer: str
+    depth: float
+    length: int
+    number: int
+
+
+def sentences(text: str) -> list[str]:
+    """Split a text into sentences, approximately."""
+    return [s for s in re.split("(?<=[.!?]) ", " ".join(text.split())) if s]
+
+
+def answer_tokens(answer: str, tokens: Callable[[str], int]) -> int:
+    """Return the tokens to generate for an answer, with some for surrounding words."""
+    return tokens(f" {answer}") + 8
+
+
+def make_item(
+    number: int,
+    seed: int,
+    depth: float,
+    length: int,
+    filler: Sequence[str] | None,
+    tokens: Callable[[str], int],
+    frame: tuple[str, str] = ("", ""),
+) -> Item:
+    """Return an item with as many sentences as fit.
+
+    Random choices depend only on `seed` and `number`, so a longer item is the shorter one with more
+    text around the needle.
+
+    Args:
+        filler: sentences of the text, taken cyclically from a random start; None for other numbers,
+            each with a different word.
+        frame: text of a chat template before the context and after the question.
+    """
+    rng = random.Random(f"{seed} needle {number}")
+    topic, value = _fact(rng)
+    start = rng.randrange(len(filler)) if filler else 0
+    before, after = frame
+    question = f"\nWhat is {topic} mentioned in the text?{after or ' '}T{topic[1:]} is"
+    room = length - answer_tokens(value, tokens)
+
+    def sentence(i: int) -> str:
+        if filler:
+            return filler[(start + i) % len(filler)]
+        return _sentence(*_fact(random.Random(f"{seed} needle {number} other {i}")))
+
+    def context(amount: int) -> str:
+        text = [sentence(i) for i in range(amount)]
+        text.insert(round(depth * amount), _sentence(topic, value))
+        return before + INTRODUCTION + " ".join(text)
+
+    def used(amount: int) -> int:
+        return tokens(context(amount) + question)
+
+    if used(0) > room:
+        least = length - room + used(0)
+        raise ParameterError("length", f"a needle needs at least {least} tokens; raise it", length)
+    high = 1
+    while used(high) <= room:
+        high *= 2
+    amount = bisect.bisect_right(range(high), room, key=used) - 1
+    return Item(context(amount), question, value, depth, length, number)
+
+
+def _fact(rng: random.Random) -> tuple[str, str]:
+    """Return the topic of a number, and the number."""
+    word = "".join(rng.choice("bdfgklmnprstv") + rng.choice("aeiou") for _ in range(3))
+    return f"the special magic number for {word}", str(rng.randrange(10**6, 10**7))
+
+
+def _sentence(topic: str, value: str) -> str:
+    return f"One of the facts: {topic} is {value}."
+
+
 def chat_frame(tokenizer: Any) -> tuple[str, str]:
     """Return the text of a chat template around a user's message, empty without a template."""
     if tokenizer.chat_template is None:
@@ -139,11 +214,18 @@ def measure(
     from infinigen_jax.evaluation.answers import answer
     from infinigen_jax.evaluation.scoring import Traffic
 
-    answers, total = [], Traffic()
+    answers, total, vocabulary = [], Traffic(), engine.model.config.vocab_size
     # Neighbours of equal length have the same shapes.
-    for _, group in itertools.groupby(items, lambda item: item.length):
-        prompts, decoded, room = prepare(list(group), encode, engine.model)
-        tokens, moved = answer(engine, prompts, decoded, room, batch, advance)
+    for _, alike in itertools.groupby(items, lambda item: item.length):
+        group = list(alike)
+        prompts = [encode(item.context + item.question) for item in group]
+        check_vocabulary("model", itertools.chain(*prompts), vocabulary)
+        questions = [
+            len(prompt) - common_length(encode(item.context), prompt)
+            for item, prompt in zip(group, prompts, strict=True)
+        ]
+        room = max(answer_tokens(item.answer, lambda text: len(encode(text))) for item in group)
+        tokens, moved = answer(engine, prompts, max(1, *questions), room, batch, advance)
         answers.append(tokens)
         total += moved
     width = max(tokens.shape[1] for tokens in answers)
@@ -151,20 +233,7 @@ def measure(
         np.pad(tokens, ((0, 0), (0, width - tokens.shape[1])), constant_values=-1)
         for tokens in answers
     ]
-    return Measurement({"answers": np.concatenate(padded)}, traffic_of(total))
-
-
-def prepare(
-    group: list[Item], encode: Callable[[str], list[int]], model: "Model"
-) -> tuple[list[list[int]], int, int]:
-    """Return prompts, the number of question tokens at their end, and the room for an answer."""
-    prompts = [encode(item.context + item.question) for item in group]
-    check_vocabulary("model", itertools.chain(*prompts), model.config.vocab_size)
-    decoded = 1
-    for item, prompt in zip(group, prompts, strict=True):
-        decoded = max(decoded, len(prompt) - common_length(encode(item.context), prompt))
-    room = max(answer_tokens(item.answer, lambda text: len(encode(text))) for item in group)
-    return prompts, decoded, room
+    return Measurement({"answers": np.concatenate(padded)}, total.per_token())
 
 
 def with_scores(
@@ -173,6 +242,7 @@ def with_scores(
     """Return the result's lines, with mean scores whole, and by length and depth."""
     reference: np.ndarray | None = None
     places = np.array([(item.length, item.depth) for item in items])
+    numbers = np.array([item.number for item in items])
     lines = []
     for line in measured:
         answers = line.arrays["answers"]
@@ -181,10 +251,10 @@ def with_scores(
         same = None if reference is None else (answers == reference).all(axis=1)
         cells = [
             {"length": int(place[0]), "depth": float(place[1])}
-            | _means(right, same, items, (places == place).all(axis=1))
+            | _means(right, same, numbers, (places == place).all(axis=1))
             for place in np.unique(places, axis=0)
         ]
-        whole = _means(right, same, items, np.ones(len(items), bool))
+        whole = _means(right, same, numbers, np.ones(len(items), bool))
         lines.append(line.values | whole | {"cells": cells, "texts": texts})
         if line.values["reference"]:
             reference = answers
@@ -192,10 +262,9 @@ def with_scores(
 
 
 def _means(
-    right: np.ndarray, same: np.ndarray | None, items: list[Item], chosen: np.ndarray
+    right: np.ndarray, same: np.ndarray | None, numbers: np.ndarray, chosen: np.ndarray
 ) -> dict[str, Any]:
     """Return means of the chosen items; a needle at several depths counts once in the error."""
-    numbers = np.array([item.number for item in items])
     means = [right[chosen & (numbers == one)].mean() for one in np.unique(numbers[chosen])]
     return {
         "items": int(chosen.sum()),

@@ -12,7 +12,7 @@ computes the same for every policy.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
-from infinigen_jax.engine.stats import Moved, moved_by, rows_per_step
+from infinigen_jax.engine.results import Moved, moved_by, rows_per_step
 from infinigen_jax.errors import InputError, MemoryShortageError, ParameterError
 
 READ_EVERY = 64  # steps between reads, so that the device never waits for Python
@@ -52,6 +52,10 @@ class Traffic(Moved):
     """
 
     attended: float = 0.0
+
+    def per_token(self) -> dict[str, Any]:
+        attended = self.attended / max(self.tokens, 1)
+        return super().per_token() | {"attended_fraction": attended}
 
 
 def score_windows(
@@ -163,24 +167,16 @@ def start_run(
 
 def traffic(run: Run, kept: int) -> Traffic:
     """Return the traffic of all steps so far, of the first `kept` sequences."""
-    tokens = len(run.counts) * kept
+    decoder, tokens = run.decoder, len(run.counts) * kept
     past = run.prompt_lengths + np.arange(len(run.counts))[:, None]
     counted = np.broadcast_to(np.arange(past.shape[1]) < kept, past.shape)
     rows = rows_per_step(run.counts, counted)
-    attended = float(_attended(run, np.asarray(rows.selected), past)[:, :kept].sum())
     moved = moved_by(run, rows, counted, past, tokens, transfers=tokens)
-    return Traffic(**vars(moved), attended=attended)
-
-
-def _attended(
-    run: Run, selected: Int[np.ndarray, "s b"], past: Int[np.ndarray, "s b"]
-) -> Float[np.ndarray, "s b"]:
-    """Compute `Traffic.attended` from the rows selected and the past tokens of each step."""
-    decoder = run.decoder
-    choosing = len(decoder.selecting)
-    if not choosing:
-        return np.ones(past.shape)
-    resident = np.minimum(past, decoder.slots.size - 1)
-    heads = decoder.config.num_kv_heads
-    streamed = (decoder.host_layers - choosing) * heads * np.minimum(past - resident, run.slots)
-    return ((selected - streamed) / (choosing * heads) + resident) / np.maximum(past, 1)
+    attended = np.ones(past.shape)
+    if choosing := len(decoder.selecting):
+        heads = decoder.config.num_kv_heads
+        resident = np.minimum(past, decoder.slots.size - 1)
+        streamed = (decoder.host_layers - choosing) * heads * np.minimum(past - resident, run.slots)
+        chosen = (np.asarray(rows.selected) - streamed) / (choosing * heads)
+        attended = (chosen + resident) / np.maximum(past, 1)
+    return Traffic(**vars(moved), attended=float(attended[:, :kept].sum()))

@@ -13,7 +13,7 @@ rows (perplexity includes it).
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,37 +27,16 @@ from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.layer_rows import HostRows
 from infinigen_jax.decode.state import Carry, Fetched
 from infinigen_jax.decode.steps import Watched
-from infinigen_jax.ops.attention import Part, attend_weighted, packed, part_scores
+from infinigen_jax.ops.attention import attend_weighted, packed, part_scores
 from infinigen_jax.ops.top_k import top_mask
 from infinigen_jax.policies.base import Budgeted
 from infinigen_jax.programs.program import in_full_precision
-from infinigen_jax.selection.select import Request, group_rank
+from infinigen_jax.selection.select import group_rank
 
 
-class Seen(NamedTuple):
-    """Numbers of one layer in one step.
-
-    Attributes:
-        mass, oracle_mass: share of each query head's softmax over the past tokens that the policy
-            attended, and that the oracle would attend at the same budget.
-        wanted: rows that the budget allows.
-        hits: number of the oracle's rows that the policy selected.
-        error, oracle_error: relative L2 error of the layer's attention output, after the output
-            projection, of the policy and of the oracle.
-    """
-
-    mass: Float[Array, "b k g"]
-    oracle_mass: Float[Array, "b k g"]
-    wanted: Int[Array, "b k"]
-    hits: Int[Array, "b k"]
-    error: Float[Array, " b"]
-    oracle_error: Float[Array, " b"]
-
-
-def watch(decoder: Decoder, watched: Watched) -> tuple[Carry, Seen | None]:
+def watch(decoder: Decoder, watched: Watched) -> tuple[Carry, dict[str, Array] | None]:
     """Compare, and continue with the policy's output of the layer."""
-    selects = watched.place is not None and watched.selection is not None
-    return watched.after, _program(decoder)(watched) if selects else None
+    return watched.after, None if watched.selection is None else _program(decoder)(watched)
 
 
 @functools.lru_cache(maxsize=16)
@@ -66,24 +45,26 @@ def _program(decoder: Decoder) -> Any:
     return jax.jit(study, compiler_options=step_options(decoder))
 
 
-def compare(decoder: Decoder, watched: Watched) -> Seen:
-    """Return the numbers of a layer that selects rows."""
-    assert watched.host is not None and watched.place is not None
-    config, slots, positions = decoder.config, decoder.slots, watched.positions
-    layer = decoder.blueprint.layer(watched.params)
-    a = layer.attention_input(watched.before.x)
-    q = config.grouped(layer.query(a, positions))
-    capacity = watched.host.shape[3]
-    eligible = slots.eligible(positions, capacity)
-    whole = watched.host, watched.place.number, jnp.int32(0), capacity
-    rows = read_block(*whole, decoder.mesh, q.shape[0])
-    # Slots that were never written may hold NaN, and 0 * NaN is NaN.
-    rows = decoder.row_format.decode(watched.place.scales, rows)
-    rows = jnp.where(eligible[:, None, :, None], rows, 0)
+def compare(decoder: Decoder, watched: Watched) -> dict[str, Array]:
+    """Return the numbers of a layer that selects rows, in one step.
 
-    assert isinstance(watched.local, Resident)
-    resident = watched.local.part(positions, slots)
-    cap = config.attention_softcap
+    mass, oracle_mass [b, k, g]: share of each query head's softmax over the past tokens that the
+    policy attended, and that the oracle would attend at the same budget. wanted [b, k]: rows that
+    the budget allows. hits [b, k]: number of the oracle's rows that the policy selected. error,
+    oracle_error [b]: relative L2 error of the attention output, after the output projection.
+    """
+    host, place, local, positions = watched.host, watched.place, watched.local, watched.positions
+    assert host is not None and place is not None and isinstance(local, Resident)
+    config, slots, cap = decoder.config, decoder.slots, decoder.config.attention_softcap
+    layer = decoder.blueprint.layer(watched.params)
+    q = config.grouped(layer.query(layer.attention_input(watched.before.x), positions))
+    capacity = host.shape[3]
+    eligible = slots.eligible(positions, capacity)
+    rows = read_block(host, place.number, jnp.int32(0), capacity, decoder.mesh, q.shape[0])
+    # Slots that were never written may hold NaN, and 0 * NaN is NaN.
+    rows = decoder.row_format.decode(place.scales, rows)
+    rows = jnp.where(eligible[:, None, :, None], rows, 0)
+    resident = local.part(positions, slots)
 
     def attended(mask: Bool[Array, "b kv t"]) -> tuple[Array, list[Array]]:
         return attend_weighted(q, resident, packed(rows, mask), cap=cap)
@@ -91,13 +72,22 @@ def compare(decoder: Decoder, watched: Watched) -> Seen:
     everything, (near, far) = attended(eligible[:, None])
     request = watched.request(decoder, capacity)
     fetched = request.mask(capacity) & eligible[:, None]
-    wanted = _wanted(decoder, watched, request, eligible)
+    wanted = request.count
+    if isinstance(decoder.policy, Budgeted):  # all that the budget allows
+        assert watched.selection is not None
+        share = watched.selection.weights.get("share")
+        most = decoder.policy.most_rows(positions, capacity, share=share)
+        most = jnp.minimum(most, _entries(eligible))
+        wanted = jnp.broadcast_to(most[:, None], wanted.shape)
     # Rank like the policy `oracle`: the group's softmax over the eligible rows, summed.
     scores = part_scores(q, packed(rows, eligible[:, None]), cap)
     scores = jnp.where(eligible[:, None, None], scores, -jnp.inf)
     best = top_mask(group_rank(scores), wanted) & eligible[:, None]
-    if decoder.policy.has_tail:
-        had = _with_tail(decoder, watched, request, q, resident)
+    if decoder.policy.has_tail:  # fetched rows, and the tail term for the others
+        step_rows = HostRows(decoder, local, positions, None, host, place)
+        part = step_rows.fetched_part(watched.before.fetched or Fetched(request, None))
+        tail = step_rows.tail_term(q, request, part.taken(q.shape[-1]))
+        had = attend_weighted(q, resident, part, tail=tail, cap=cap)[0]
     else:
         had = attended(fetched)[0]
 
@@ -110,40 +100,14 @@ def compare(decoder: Decoder, watched: Watched) -> Seen:
         return jnp.where(total == 0, 1.0, covered / jnp.where(total == 0, 1.0, total))
 
     whole = decoder.output(layer, everything)
-    return Seen(
-        mass(fetched),
-        mass(best),
-        wanted,
-        _entries(fetched & best),
-        _relative(decoder.output(layer, had), whole),
-        _relative(decoder.output(layer, attended(best)[0]), whole),
-    )
-
-
-def _with_tail(
-    decoder: Decoder, watched: Watched, request: Request, q: Float[Array, "b k g d"], resident: Part
-) -> Float[Array, "b k g d"]:
-    """Return the step's attention: fetched rows, and the tail term for the others."""
-    place, local = watched.place, watched.local
-    assert watched.host is not None and place is not None and isinstance(local, Resident)
-    fetched = watched.before.fetched or Fetched(request, None)
-    rows = HostRows(decoder, local, watched.positions, None, watched.host, place)
-    part, cap = rows.fetched_part(fetched), decoder.config.attention_softcap
-    tail = rows.tail_term(q, request, part.taken(q.shape[-1]))
-    return attend_weighted(q, resident, part, tail=tail, cap=cap)[0]
-
-
-def _wanted(
-    decoder: Decoder, watched: Watched, request: Request, eligible: Bool[Array, "b t"]
-) -> Int[Array, "b k"]:
-    """Return the rows that the budget allows; without a budget, the rows requested."""
-    if not isinstance(decoder.policy, Budgeted):
-        return request.count
-    assert watched.selection is not None
-    share = watched.selection.weights.get("share")
-    rows = decoder.policy.most_rows(watched.positions, eligible.shape[1], share=share)
-    rows = jnp.minimum(rows, _entries(eligible))
-    return jnp.broadcast_to(rows[:, None], request.count.shape)
+    return {
+        "mass": mass(fetched),
+        "oracle_mass": mass(best),
+        "wanted": wanted,
+        "hits": _entries(fetched & best),
+        "error": _relative(decoder.output(layer, had), whole),
+        "oracle_error": _relative(decoder.output(layer, attended(best)[0]), whole),
+    }
 
 
 def _entries(mask: Bool[Array, "*b t"]) -> Int[Array, "*b"]:

@@ -52,18 +52,16 @@ class TokenizedText:
 
     def cut(self, size: int, most: int | None = None) -> Int[np.ndarray, "w n"]:
         """Return windows of `size` tokens, each with the prefix, at most `most`, evenly sampled."""
-        available = self.windows(size)
+        available, length = self.windows(size), size - len(self.prefix)
         if not available:
             total = len(self.tokens) + len(self.prefix)
             remedy = f"lower it to at most {total}, or give a longer `text`"
             remedy = remedy if total >= SMALLEST_WINDOW else "give a longer `text`"
             raise ParameterError("window", f"the text has only {total} tokens; {remedy}", size)
-        length = size - len(self.prefix)
         count = available if most is None else min(most, available)
-        chosen = self.tokens[: available * length].reshape(available, length)[
-            np.arange(count) * available // count
-        ]
-        prefix = np.broadcast_to(np.array(self.prefix, np.int32), (count, len(self.prefix)))
+        rows = np.arange(count) * available // count
+        chosen = self.tokens[: available * length].reshape(available, length)[rows]
+        prefix = np.tile(np.array(self.prefix, np.int32), (count, 1))
         return np.concatenate([prefix, chosen], axis=1)
 
 
@@ -120,55 +118,14 @@ def add_window_options(parser: argparse.ArgumentParser, *, required: bool = True
     """Add --text, --window, --context, --windows and --chunk."""
     add = parser.add_argument
     add("--text", metavar="F", required=required, help="a text in UTF-8")
-    add(
-        "--window",
-        type=whole_number(SMALLEST_WINDOW),
-        metavar="N",
-        help=f"tokens per window (default: the model's positions, at most {LARGEST_WINDOW})",
-    )
-    add(
-        "--context",
-        type=whole_number(2),
-        metavar="C",
-        help="leading tokens of a window that are not scored (default: half of it)",
-    )
-    add(
-        "--windows",
-        type=whole_number(1),
-        metavar="M",
-        help="maximum number of windows, spread evenly over the text (default: all)",
-    )
-    add(
-        "--chunk",
-        type=whole_number(1),
-        default=256,
-        metavar="N",
-        help="tokens of a chunk, for results by position (default 256)",
-    )
-
-
-def window_sizes(arguments: argparse.Namespace, config: "ModelConfig") -> tuple[int, int]:
-    """Return the tokens of a window, and those of its context."""
-    positions, short = config.max_positions, config.longest_short
-    size = min(positions, LARGEST_WINDOW) if arguments.window is None else arguments.window
-    if size > positions:
-        raise ParameterError("window", f"the model has {positions} positions; lower it", size)
-    context = max(2, size // 2) if arguments.context is None else arguments.context
-    if context >= size:
-        raise ParameterError(
-            "context",
-            f"nothing is left to score in a window of {size} tokens; lower it to at most "
-            f"{size - 1}",
-            context,
-        )
-    if short and context <= short + 1 < size - 1:
-        raise ParameterError(
-            "context",
-            f"the model rotates the keys of texts above {short} tokens differently; give at least "
-            f"{short + 2}, or a window of at most {short + 2}",
-            context,
-        )
-    return size, context
+    sizes = f"tokens per window (default: the model's positions, at most {LARGEST_WINDOW})"
+    add("--window", type=whole_number(SMALLEST_WINDOW), metavar="N", help=sizes)
+    context = "leading tokens of a window that are not scored (default: half of it)"
+    add("--context", type=whole_number(2), metavar="C", help=context)
+    most = "maximum number of windows, spread evenly over the text (default: all)"
+    add("--windows", type=whole_number(1), metavar="M", help=most)
+    chunk = "tokens of a chunk, for results by position (default 256)"
+    add("--chunk", type=whole_number(1), default=256, metavar="N", help=chunk)
 
 
 def load_windows(session: "Session") -> tuple["Model", np.ndarray, dict[str, Any], int]:
@@ -188,7 +145,23 @@ def cut_windows(
     arguments: argparse.Namespace, text: Text, model: "Model"
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """Return the windows [w, n] int32, and the result file's entries about them and the text."""
-    size, context = window_sizes(arguments, model.config)
+    positions, short = model.config.max_positions, model.config.longest_short
+    size = min(positions, LARGEST_WINDOW) if arguments.window is None else arguments.window
+    if size > positions:
+        raise ParameterError("window", f"the model has {positions} positions; lower it", size)
+    context = max(2, size // 2) if arguments.context is None else arguments.context
+    problem = ""
+    if context >= size:
+        problem = (
+            f"nothing is left to score in a window of {size} tokens; lower it to at most {size - 1}"
+        )
+    elif short and context <= short + 1 < size - 1:
+        problem = (
+            f"the model rotates the keys of texts above {short} tokens differently; give at least "
+            f"{short + 2}, or a window of at most {short + 2}"
+        )
+    if problem:
+        raise ParameterError("context", problem, context)
     tokens = tokenize(text, model.tokenizer, model.config.vocab_size)
     windows = tokens.cut(size, arguments.windows)
     settings = {

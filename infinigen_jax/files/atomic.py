@@ -99,7 +99,11 @@ def staged(destination: Path, check: Callable[[], object] | None = None) -> Iter
                     if not finished:
                         shutil.rmtree(folder, ignore_errors=True)
         except OSError as error:
-            raise _explained(error, destination) from error
+            if error.errno in _FULL:
+                why = "the disk is full; free some space or choose another"
+            else:
+                why = f"cannot be written ({error.strerror or error}); choose another folder"
+            raise InputError(f"{destination}: {why}") from error
         finally:
             if not finished:
                 for parent in created:
@@ -112,12 +116,12 @@ def _writing(destination: Path) -> Iterator[Path]:
     """Lock a destination, remove leftovers of killed writers, and yield the name of a sibling."""
     with locked(destination.with_name(f".{destination.name}.lock")):
         remove_partial(destination)
-        yield destination.with_name(f"{_prefix(destination)}{uuid.uuid4().hex[:8]}")
+        yield destination.with_name(f".{destination.name}.partial-{uuid.uuid4().hex[:8]}")
 
 
 def remove_partial(destination: Path) -> None:
     """Remove leftovers of killed writers; the caller must hold the destination's lock."""
-    for leftover in destination.parent.glob(glob.escape(_prefix(destination)) + "*"):
+    for leftover in destination.parent.glob(glob.escape(f".{destination.name}.partial-") + "*"):
         if leftover.is_dir() and not leftover.is_symlink():
             shutil.rmtree(leftover, ignore_errors=True)
         else:
@@ -179,22 +183,11 @@ def _exchange(first: Path, second: Path) -> bool:
     raise OSError(code, os.strerror(code), str(second))
 
 
-def _prefix(destination: Path) -> str:
-    return f".{destination.name}.partial-"
-
-
-def _explained(error: OSError, destination: Path) -> InputError:
-    if error.errno in _FULL:
-        return InputError(f"{destination}: the disk is full; free some space or choose another")
-    reason = error.strerror or str(error)
-    return InputError(f"{destination}: cannot be written ({reason}); choose another folder")
-
-
 @contextlib.contextmanager
 def _terminate_as_exception() -> Iterator[None]:
     """Turn SIGTERM into SystemExit so that clean-up runs, unless the program handles it already."""
-    default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if not default or threading.current_thread() is not threading.main_thread():
+    handled = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    if handled or threading.current_thread() is not threading.main_thread():
         yield
         return
 

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from infinigen_jax.errors import ParameterError
+from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.files.atomic import whole_file
 
 OPEN = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")  # names of files that are open
@@ -21,6 +21,12 @@ def checked_output(parameter: str, name: str | None) -> Path | None:
     if path.is_dir() or not (open_ or written.is_dir()) or not os.access(written, os.W_OK):
         raise ParameterError(parameter, "cannot be written; give a file in a writable folder", path)
     return path
+
+
+def check_replaceable(path: Path) -> None:
+    """Raise InputError if a path is neither a regular file nor unused: writing replaces it."""
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path}: it is not a file; give a name for one")
 
 
 def is_open(path: Path) -> bool:

@@ -1,10 +1,13 @@
-"""Reading of files: a model's, regular and of bounded size, and the user's texts."""
+"""Reading of files: a model's, regular, of bounded size, perhaps mapped, and the user's texts."""
 
 import io
 import json
+import math
+import mmap
 import os
 import re
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from infinigen_jax.errors import InputError, ParameterError
 # times its size.
 LARGEST_JSON = 32 << 20
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # a model has one
+MAX_DIMENSIONS, MAX_ELEMENTS = 32, 1 << 60  # of arrays, below NumPy's limits
 
 
 def expanded(path: str | Path) -> Path:
@@ -29,8 +33,7 @@ def absolute(path: str | Path) -> Path:
 def open_regular(path: Path, most: int | None = None) -> io.BufferedReader:
     """Open a regular file for reading; follow links, because Hugging Face's cache consists of them.
 
-    Raise InputError if it is missing, unreadable or too large, or a pipe or device that could
-    block.
+    Raise InputError if it is missing, unreadable, too large, or a pipe or device that could block.
     """
     try:
         status = os.stat(path)  # before opening, which some devices take for a command
@@ -81,3 +84,27 @@ def read_text(parameter: str, name: str | Path, most: int = -1) -> str:
     if not text:
         raise ParameterError(parameter, "the file is empty; give some text", path)
     return re.sub("\r+\n|\r", "\n", text)  # files converted twice may have "\r\r\n"
+
+
+def countable(shape: Sequence[int]) -> bool:
+    """Return whether an array can have this shape; empty arrays have strides too."""
+    possible = len(shape) <= MAX_DIMENSIONS and all(size >= 0 for size in shape)
+    return possible and math.prod(max(size, 1) for size in shape) <= MAX_ELEMENTS
+
+
+def map_file(path: Path) -> mmap.mmap | bytes:
+    """Map a file read-only. Return b"" for an empty file, which cannot be mapped."""
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return b""
+        try:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def release_pages(mapped: mmap.mmap | bytes, begin: int, end: int) -> None:
+    """Drop the pages of a mapped range, which count as memory of the process once they are read."""
+    if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        begin -= begin % mmap.PAGESIZE
+        mapped.madvise(mmap.MADV_DONTNEED, begin, end - begin)

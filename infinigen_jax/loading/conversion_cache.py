@@ -45,7 +45,7 @@ SETTLED = 2.0  # seconds after which a change surely alters a file's times
 def cache_lock(destination: Path, notify: Callable[[str], None]) -> Iterator[None]:
     """Hold the lock of a conversion; other processes that need it say so and wait."""
     with contextlib.ExitStack() as stack:
-        with _writable(destination.parent):
+        with usable(destination.parent):
             destination.parent.mkdir(parents=True, exist_ok=True)
             lock = destination.with_suffix(".lock")
             try:
@@ -65,7 +65,7 @@ def cache_folder(source: Path, *, read_large: bool = True) -> Path:
 
     Large files whose hash is not remembered are read, or UnknownHashError is raised.
     """
-    with _writable():
+    with usable():
         root = cache_root()
     settings = {"format": FORMAT_VERSION, "revision": REVISION, "skew": DEFAULT_SKEW}
     if is_gguf(source):  # a conversion holds the tokenizer that this module reads
@@ -73,6 +73,19 @@ def cache_folder(source: Path, *, read_large: bool = True) -> Path:
     contents = _hashes(content_files(source), root / HASHES, read_large)
     key = hashlib.sha256(json.dumps([contents, settings], sort_keys=True).encode())
     return root / key.hexdigest()[:32]
+
+
+@contextlib.contextmanager
+def usable(folder: Path | None = None) -> Iterator[None]:
+    """Explain errors of a cache folder that cannot be used."""
+    try:
+        yield
+    except OSError as error:
+        where = f"{folder}: " if folder else ""
+        raise InputError(
+            f"{where}{str(error.strerror).lower()}; set XDG_CACHE_HOME to a folder of yours, "
+            "or convert the model with `python -m infinigen_jax.convert`"
+        ) from None
 
 
 def known_conversion(source: Path) -> Path | None:
@@ -135,15 +148,3 @@ def _last_use(folder: Path) -> float:
     with contextlib.suppress(OSError):
         return folder.stat().st_mtime
     return 0.0
-
-
-@contextlib.contextmanager
-def _writable(folder: Path | None = None) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        where = f"{folder}: cannot be written ({error.strerror})" if folder else error.strerror
-        raise InputError(
-            f"{where}; set XDG_CACHE_HOME, or convert the model with "
-            "`python -m infinigen_jax.convert`"
-        ) from None

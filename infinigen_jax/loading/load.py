@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from infinigen_jax.checkpoint import hf_folder
-from infinigen_jax.checkpoint.hf_folder import EMBEDDED, SAFETENSORS, TensorSource
+from infinigen_jax.checkpoint.hf_folder import EMBEDDED, TensorSource, open_files
 from infinigen_jax.checkpoint.hub import fetched
 from infinigen_jax.checkpoint.manifest import (
+    AHEAD_FILE,
     MANIFEST_FILE,
     SKEW_FILE,
     Manifest,
@@ -34,12 +34,12 @@ from infinigen_jax.checkpoint.skew_file import DTYPES, Ahead, Basis, read_skew
 from infinigen_jax.checkpoint.source import checked_source, open_tensors, read_config, wide_matrices
 from infinigen_jax.checkpoint.tensor_names import TensorSpec, expected, match, read_tree
 from infinigen_jax.errors import InputError, MemoryShortageError, ParameterError
-from infinigen_jax.loading.conversion_cache import cache_folder, cache_lock, prune
+from infinigen_jax.loading.conversion_cache import cache_folder, cache_lock, prune, usable
 from infinigen_jax.loading.room import check_room, readers
 from infinigen_jax.machine.backend import start_backend
 from infinigen_jax.machine.memory_limits import return_freed_memory
 from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
-from infinigen_jax.models.packed import join
+from infinigen_jax.models.linear import join
 from infinigen_jax.models.small_weights import shrink
 from infinigen_jax.numeric import OneOf, check_value, listed
 from infinigen_jax.settings.engine import WEIGHT_DTYPES, EngineOptions
@@ -62,7 +62,7 @@ class Model:
 
     Attributes:
         params: {"embedding": {...}, "layers": [{...}, ...]}, arrays on the device in `dtype`. On a
-            CPU, "qkv" in place of "q" and "kv"; `models.packed.split` inverts it.
+            CPU, "qkv" in place of "q" and "kv"; `models.linear.split` inverts it.
         bases: one per layer, applied to rotated queries and keys; None where the leading columns of
             the keys already are the partial keys (absorbed) or nothing was skewed.
         skew: "svd", "balanced" or "none".
@@ -112,10 +112,8 @@ class Model:
         """Return how many leading layers to keep on the device because few rows do not suffice.
 
         The last of the first DENSE_AMONG layers that loses more than DENSE_LOSS is the last dense
-        layer. The result is DENSE_UNKNOWN, as in the paper, if the loss was not measured.
-
-        Args:
-            ahead: whether rows are selected by a query speculated one layer earlier.
+        layer. The result is DENSE_UNKNOWN, as in the paper, if the loss was not measured. `ahead`
+        says that rows are selected by a query speculated one layer earlier.
         """
         if self.sparse_loss is None or not np.isfinite(self.sparse_loss).all():
             return DENSE_UNKNOWN
@@ -124,7 +122,7 @@ class Model:
         return int(np.max(np.flatnonzero(loss > DENSE_LOSS), initial=-1)) + 1
 
     def measured(self, lead: int, source: str) -> bool:
-        """Return whether the conversion measured the losses of a policy's `lead` and `source`."""
+        """Whether the conversion measured the losses of a policy's `lead` and `source`."""
         return lead == 0 or source == self.speculate_from
 
     @property
@@ -133,11 +131,7 @@ class Model:
         return self.row_loss is not None and bool(np.isfinite(self.row_loss).all())
 
     def curves(self, ahead: bool) -> Curves:
-        """Return each layer's error as a function of its share of the rows.
-
-        Raises:
-            InputError: the conversion did not measure the errors.
-        """
+        """Return each layer's error as a function of its share of the rows, or raise InputError."""
         if not self.has_curves:
             raise ParameterError(
                 "layer_budgets",
@@ -154,8 +148,7 @@ class Model:
     def tokenizer(self) -> Any:
         """The tokenizer, loaded on first access; None for a model made by `from_params`.
 
-        Raises:
-            InputError: names the folder if its tokenizer is missing or damaged.
+        InputError names the folder of a tokenizer that is missing or damaged.
         """
         if self.given_tokenizer is not None or self.path is None:
             return self.given_tokenizer
@@ -179,7 +172,7 @@ class Model:
         skew: str = "none",
     ) -> "Model":
         """Make a model from parameters in memory, for tests and benchmarks with random weights."""
-        chosen = tuple(bases) if bases is not None else (None,) * config.num_layers
+        chosen = tuple(bases or (None,) * config.num_layers)
         return cls(config, params, jnp.dtype(dtype), chosen, skew=skew)
 
 
@@ -219,17 +212,12 @@ def load(
         check_value("weight_dtype", weight_dtype, OneOf(WEIGHT_DTYPES))
     form = Form(chosen, weights, weight_dtype)
     # A folder with one of the two files was converted; it is damaged if the other is missing.
-    if not any((folder / name).exists() for name in (MANIFEST_FILE, SKEW_FILE)):
-        return _load_through_cache(folder, form, notify)
-    return _load_converted(folder, form)
+    converted = any((folder / name).exists() for name in (MANIFEST_FILE, SKEW_FILE))
+    return _load_converted(folder, form) if converted else _load_through_cache(folder, form, notify)
 
 
 def embedded(name: str = EMBEDDED[0]) -> Path:
-    """Return the converted folder of an embedded model, one of EMBEDDED.
-
-    Raises:
-        InputError: no embedded model has this name.
-    """
+    """Return the converted folder of an embedded model, one of EMBEDDED, or raise InputError."""
     if name not in EMBEDDED:
         raise InputError(f"no embedded model {name!r}; use one of {', '.join(EMBEDDED)}")
     return EMBEDDED_FOLDER / name
@@ -281,10 +269,7 @@ class Form(NamedTuple):
 
 
 def _load_converted(
-    folder: Path,
-    form: Form,
-    source: Path | None = None,
-    config: ModelConfig | None = None,
+    folder: Path, form: Form, source: Path | None = None, config: ModelConfig | None = None
 ) -> Model:
     """Load a conversion; its weights are those of `source`, with this configuration, if given."""
     manifest = read_manifest(folder)
@@ -310,7 +295,7 @@ def _load_converted(
 
     embedding: Params = {}
     # The largest matrices, each made small before the next is read.
-    for _, parts in itertools.groupby(specs.embedding, lambda spec: spec.rule.path[0]):
+    for _, parts in itertools.groupby(specs.embedding, lambda spec: spec.path[0]):
         embedding |= jax.block_until_ready(form.matrices(tree(list(parts))))
     with ThreadPoolExecutor(readers(architecture, room)) as pool:
         layers = pool.map(layer, itertools.count(), specs.layers)
@@ -322,12 +307,11 @@ def _load_converted(
 
 def _listed_tensors(folder: Path, manifest: Manifest) -> dict[str, TensorSource]:
     """Open the weights that the manifest lists; other files in the folder are ignored."""
-    index = f"{SAFETENSORS}.index.json"
-    if index in manifest.files:
-        return hf_folder.open_shards(folder / index)
-    if SAFETENSORS in manifest.files:
-        return hf_folder.open_file(folder / SAFETENSORS)
-    raise InputError(f"{folder}: has no weights; give the model that it was converted from")
+    ours = (SKEW_FILE, AHEAD_FILE)
+    names = [n for n in manifest.files if n.endswith(".safetensors") and n not in ours]
+    if not names:
+        raise InputError(f"{folder}: has no weights; give the model that it was converted from")
+    return open_files([folder / name for name in names])
 
 
 def checked_dtype(dtype: Any) -> jnp.dtype:
@@ -351,13 +335,9 @@ def _load_through_cache(source: Path, form: Form, notify: Callable[[str], None])
 
     def cached(report: Callable[[str], None]) -> Model | None:
         """Load the conversion; return None if there is none, or report that it is unusable."""
-        try:
+        with usable(destination.parent):
             if not destination.exists():
                 return None
-        except PermissionError:  # the folder above is another user's
-            raise InputError(
-                f"{destination.parent}: permission denied; set XDG_CACHE_HOME to a folder of yours"
-            ) from None
         with contextlib.suppress(OSError):  # another user's
             os.utime(destination)  # the time of its last use
         try:

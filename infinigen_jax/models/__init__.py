@@ -16,7 +16,7 @@ from infinigen_jax.models.base import (
     family,
     random_params,
 )
-from infinigen_jax.models.hf import refuse_unless
+from infinigen_jax.models.hf import refuse_unless, relative_from_hf
 
 FAMILIES = (
     *("apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone", "exaone4", "gemma"),
@@ -43,13 +43,16 @@ __all__ = [
     "Params",
     "blueprint",
     "config_from_hf",
-    "family",
     "random_params",
 ]
 
 
 def config_from_hf(hf: HFConfig) -> ModelConfig:
-    """Translate a parsed `config.json`; refuse a model_type that is not implemented."""
+    """Translate a parsed `config.json`; refuse a model_type that is not implemented.
+
+    A family's module may have DEFAULTS of settings that files leave out, SETTINGS, which are the
+    same in all its models, and a function `config_from_hf` for others.
+    """
     name = hf.get("model_type")
     name = ALIASES.get(str(name), name)
     if name not in FAMILIES:
@@ -58,6 +61,9 @@ def config_from_hf(hf: HFConfig) -> ModelConfig:
             f"config.json: model_type {name!r} is not supported{reason} "
             f"(supported: {', '.join(FAMILIES)})"
         )
-    config = dataclasses.replace(family(name).config_from_hf(hf), family=name)
+    module = family(name)
+    defaults, settings = (getattr(module, table, {}) for table in ("DEFAULTS", "SETTINGS"))
+    read = getattr(module, "config_from_hf", relative_from_hf)
+    config = dataclasses.replace(read(defaults | hf, **settings), family=name)
     refuse_unless(0 <= config.norm_eps < math.inf, f"epsilon {config.norm_eps} of the norms")
     return config

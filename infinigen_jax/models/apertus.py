@@ -9,21 +9,19 @@ from jaxtyping import Array, Float
 
 from infinigen_jax.models import llama
 from infinigen_jax.models.base import HEAD_NORMS, PRE_NORMS, HFConfig, ModelConfig
-from infinigen_jax.models.hf import refuse_unless
-from infinigen_jax.models.rope_hf import LLAMA3, rope_from_hf
+from infinigen_jax.models.hf import LLAMA3, refuse_unless, relative_from_hf
 
 LINEAR, SMALL = 0.5, -1e-6  # beta and epsilon of the activation, the same in all models
+DEFAULTS = {"hidden_act": "xielu", "rms_norm_eps": 1e-5}
 
 
 def config_from_hf(hf: HFConfig) -> ModelConfig:
-    hf = {"hidden_act": "xielu", "rms_norm_eps": 1e-5, **hf}
     if not hf.keys() & {"rope_scaling", "rope_parameters"}:
         hf["rope_scaling"] = LLAMA3 | {"factor": 8.0}
     activation = hf["hidden_act"]
     refuse_unless(activation == "xielu", f"hidden_act {activation!r} in an apertus model")
-    hf |= {"hidden_act": "silu"}
     settings = {"activation": activation, "gated": False, "norms": PRE_NORMS + HEAD_NORMS}
-    return llama.relative_from_hf(hf, rope=rope_from_hf(hf, theta=1.2e7), **settings)
+    return relative_from_hf(hf, theta=1.2e7, **settings)
 
 
 class Activation(nnx.Module):

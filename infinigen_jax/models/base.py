@@ -1,9 +1,10 @@
 """Interface of the model families: their configuration and their modules.
 
-A family is one file that translates its `config.json` to a `ModelConfig`. All share two Flax NNX
-modules, `Layer` and `Embedding` of `models.llama`, which read it; a family may derive its own. They
-are *definitions*: at run time their parameters are plain nested dicts (see `Blueprint`), because
-dispatching a jitted function takes 20 us with a dict and about 900 us with `nnx.jit` on a module.
+A family is one file that says how its `config.json` becomes a `ModelConfig` (see `models.hf`). All
+share two Flax NNX modules, `Layer` and `Embedding` of `models.llama`, which read it; a family may
+derive its own. They are *definitions*: at run time their parameters are plain nested dicts (see
+`Blueprint`), because dispatching a jitted function takes 20 us with a dict and about 900 us with
+`nnx.jit` on a module.
 
 Letters in shapes, here and in every einsum of the package: b batch, s sequence, h query heads,
 k KV heads, g query heads per KV head, d head size, r partial columns, n selected rows, t capacity,
@@ -13,7 +14,7 @@ e hidden size, f MLP width, v vocabulary.
 import dataclasses
 import functools
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,15 +23,24 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from infinigen_jax.models.linear import Matrix
-from infinigen_jax.models.packed import part_of, split
+from infinigen_jax.models.linear import Matrix, part_of, split
 from infinigen_jax.models.rope import Rope, rotation
 from infinigen_jax.models.small_weights import Params, dtype_of, small_form
 
 if TYPE_CHECKING:
     from infinigen_jax.models.llama import Embedding, Layer
 
-HFConfig = Mapping[str, Any]  # a parsed config.json
+HFConfig = dict[str, Any]  # a parsed config.json
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+}
 
 PRE_NORMS = ("attention_norm", "mlp_norm")  # of the inputs of attention and MLP
 POST_NORMS = ("attention_post_norm", "mlp_post_norm")  # of their outputs
@@ -57,7 +67,8 @@ class ModelConfig:
         layer_norms, norm_biases: whether norms are of the kind LayerNorm rather than RMSNorm, and
             whether these have biases.
         joint_head_norms: whether HEAD_NORMS apply to all heads of a token together.
-        float32_norms: whether the scales of norms are float32 in every dtype of the weights.
+        norms_minus_one: whether files hold the scales of norms minus 1. They are float32 then in
+            every dtype of the weights: in two bytes, 1 + scale would lose most of its digits.
         parallel_mlp: whether the MLP reads attention's input instead of its result.
         embedding_scale, residual_scale, logit_divisor: factors on embeddings and on the outputs
             of attention and MLP, and divisor of the logits.
@@ -93,7 +104,7 @@ class ModelConfig:
     layer_norms: bool = False
     norm_biases: bool = True
     joint_head_norms: bool = False
-    float32_norms: bool = False
+    norms_minus_one: bool = False
     parallel_mlp: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -110,7 +121,6 @@ class ModelConfig:
 
     @property
     def query_width(self) -> int:
-        """Number of columns of the query projection."""
         return self.num_heads * self.head_dim
 
     def grouped(self, query: Float[Array, "*b h d"]) -> Float[Array, "*b k g d"]:
@@ -147,7 +157,7 @@ class ModelConfig:
 
 
 def family(name: str) -> ModuleType:
-    """Return the module of a family, which has its `config_from_hf`."""
+    """Return the module of a family, whose tables and function `models.config_from_hf` reads."""
     return importlib.import_module(f"infinigen_jax.models.{name}")
 
 
@@ -177,7 +187,7 @@ class Blueprint(NamedTuple):
     def complete(self, number: int, params: Params) -> Params:
         """Return a layer's parameters in the form of `layer_shapes`.
 
-        A checkpoint's `params` are in either form of `models.packed`, without those that follow
+        A checkpoint's `params` are in either form of `models.linear`, without those that follow
         from the configuration.
         """
         params = split(params, self.config.query_width)
@@ -214,11 +224,9 @@ def blueprint(
 
     def made(kind: Any) -> Any:
         module = kind(config, dtype)
-        if weight_dtype is None:
-            return module
-        parts = {n: x for n, x in vars(module).items() if isinstance(x, Matrix)}
-        for name, part in parts.items():
-            part.shrink(dtype_of(name, weight_dtype, wide))
+        for name, part in vars(module).items():
+            if weight_dtype is not None and isinstance(part, Matrix):
+                part.shrink(dtype_of(name, weight_dtype, wide))
         return module
 
     def split(kind: Any) -> tuple[Any, Params]:
@@ -231,14 +239,11 @@ def blueprint(
 def random_params(config: ModelConfig, dtype: Any) -> Params:
     """Return random parameters, normal with deviation 1/sqrt(fan in), shaped like `blueprint`'s."""
     architecture = blueprint(config, dtype)
-    key = jax.random.key(0)
 
     def fill(path: Any, leaf: jax.ShapeDtypeStruct, key: jax.Array) -> Array:
         name = path[-1].key
-        if name == "scale":
-            return jnp.ones(leaf.shape, leaf.dtype)
-        if name == "bias":
-            return jnp.zeros(leaf.shape, leaf.dtype)
+        if name in ("scale", "bias"):
+            return jnp.full(leaf.shape, 1 if name == "scale" else 0, leaf.dtype)
         if name == "embedding":
             x = jax.random.normal(key, leaf.shape, jnp.float32) * 0.02
         else:
@@ -251,7 +256,7 @@ def random_params(config: ModelConfig, dtype: Any) -> Params:
         filled = [fill(path, leaf, keys[i]) for i, (path, leaf) in enumerate(leaves)]
         return jax.tree_util.tree_unflatten(structure, filled)
 
-    keys = jax.random.split(key, config.num_layers + 1)
+    keys = jax.random.split(jax.random.key(0), config.num_layers + 1)
     layers = [
         architecture.complete(i, tree(architecture.layer_shapes, keys[i]))
         for i in range(config.num_layers)

@@ -3,17 +3,20 @@
 from typing import Any
 
 from infinigen_jax.models.base import HFConfig, ModelConfig
-from infinigen_jax.models.hf import positive, refuse_unless
-from infinigen_jax.models.llama import relative_from_hf
-from infinigen_jax.models.rope_hf import positive_number, rope_from_hf
+from infinigen_jax.models.hf import (
+    positive,
+    positive_number,
+    refuse_unless,
+    relative_from_hf,
+    rope_from_hf,
+)
 
 DEFAULTS = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True}
 
 
 def config_from_hf(hf: HFConfig) -> ModelConfig:
     refuse_unless(not hf.get("use_qk_norm"), "use_qk_norm=true in a cohere model (Command R+)")
-    rope = rope_from_hf(hf, interleaved=True, theta=5e5)
-    return cohere_from_hf(hf, rope=rope)
+    return cohere_from_hf(hf, rope=rope_from_hf(hf, interleaved=True, theta=5e5))
 
 
 def cohere_from_hf(hf: HFConfig, **settings: Any) -> ModelConfig:
@@ -21,13 +24,11 @@ def cohere_from_hf(hf: HFConfig, **settings: Any) -> ModelConfig:
 
     Some files have the real context in `model_max_length`, beyond `max_position_embeddings`.
     """
-    hf = DEFAULTS | {**hf}
-    positions = positive(hf, "max_position_embeddings")
-    hf["max_position_embeddings"] = max(positions, positive(hf, "model_max_length", default=1))
+    most = max(positive(hf, "max_position_embeddings"), positive(hf, "model_max_length", default=1))
     return relative_from_hf(
-        hf,
+        hf | {"max_position_embeddings": most},
         norms=("attention_norm",),
-        norm_eps=float(hf["layer_norm_eps"]),
+        epsilon="layer_norm_eps",
         layer_norms=True,
         norm_biases=False,
         parallel_mlp=True,

@@ -3,13 +3,13 @@
 The other layers do not rotate queries and keys (NoPE).
 """
 
+from infinigen_jax.models import cohere
 from infinigen_jax.models.base import HFConfig, ModelConfig
-from infinigen_jax.models.cohere import cohere_from_hf
-from infinigen_jax.models.exaone4 import rotated_in_windows
-from infinigen_jax.models.rope_hf import rope_from_hf
+from infinigen_jax.models.hf import rope_from_hf, rotated_in_windows
+
+DEFAULTS = cohere.DEFAULTS | {"sliding_window": 4096, "sliding_window_pattern": 4}
 
 
 def config_from_hf(hf: HFConfig) -> ModelConfig:
-    hf = {"sliding_window": 4096, "sliding_window_pattern": 4, **hf}
-    rope = rope_from_hf(hf, interleaved=True)
-    return cohere_from_hf(hf, **rotated_in_windows(hf, rope))
+    ropes = rotated_in_windows(hf, rope_from_hf(hf, interleaved=True))
+    return cohere.cohere_from_hf(hf, windows="listed", **ropes)

@@ -1,8 +1,7 @@
 """EXAONE 3.0 and 3.5: LLaMA with other names of settings and tensors."""
 
 from infinigen_jax.models.base import HFConfig, ModelConfig
-from infinigen_jax.models.llama import relative_from_hf
-from infinigen_jax.models.rope_hf import rope_from_hf
+from infinigen_jax.models.hf import relative_from_hf
 
 DEFAULTS = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5}
 NAMES = {
@@ -13,5 +12,4 @@ NAMES = {
 
 
 def config_from_hf(hf: HFConfig) -> ModelConfig:
-    hf = DEFAULTS | {NAMES.get(name, name): value for name, value in hf.items()}
-    return relative_from_hf(hf, rope=rope_from_hf(hf, theta=5e5))
+    return relative_from_hf({NAMES.get(name, name): x for name, x in hf.items()}, theta=5e5)

@@ -6,11 +6,10 @@ text and images (model_type "gemma3") only the language model is read.
 
 from infinigen_jax.models import gemma2
 from infinigen_jax.models.base import HEAD_NORMS, POST_NORMS, PRE_NORMS, HFConfig, ModelConfig
-from infinigen_jax.models.hf import FULL, positive, refuse_unless
-from infinigen_jax.models.rope_hf import ropes_by_kind
+from infinigen_jax.models.hf import FULL, kinds, positive, refuse_unless, ropes_by_kind
 
-# Sizes that the configuration of a language model within a larger one leaves out.
-DEFAULTS = {
+# With sizes that the configuration of a language model within a larger one leaves out.
+DEFAULTS = gemma2.OF_BOTH | {
     "vocab_size": 262_208,
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -25,16 +24,15 @@ DEFAULTS = {
 
 
 def config_from_hf(hf: HFConfig) -> ModelConfig:
-    hf = DEFAULTS | {**hf}
     softcap = hf.get("attn_logit_softcapping")
     refuse_unless(not softcap, f"attn_logit_softcapping={softcap} in a gemma3 model")
-    kinds = gemma2.kinds(hf, positive(hf, "sliding_window_pattern"))
+    period = positive(hf, "sliding_window_pattern")
+    hf["layer_types"] = types = kinds(hf, lambda i: (i + 1) % period)
     given = hf.get("rope_parameters") or {}
     refuse_unless(not given or FULL in given, "one rope for all layers of a gemma3 model")
-    local_theta = hf.get("rope_local_base_freq", 1e4)
     return gemma2.gemma_from_hf(
-        hf | {"layer_types": kinds},
+        hf,
         norms=PRE_NORMS + POST_NORMS + HEAD_NORMS,
-        **ropes_by_kind(hf, kinds, given, local_theta),
+        **ropes_by_kind(hf, types, given, hf.get("rope_local_base_freq", 1e4)),
         max_positions=positive(hf, "max_position_embeddings"),
     )

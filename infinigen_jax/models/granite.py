@@ -3,8 +3,7 @@
 from typing import Any
 
 from infinigen_jax.models.base import HFConfig, ModelConfig
-from infinigen_jax.models.llama import relative_from_hf
-from infinigen_jax.models.rope_hf import positive_number
+from infinigen_jax.models.hf import positive_number, relative_from_hf
 
 FACTORS = {
     "embedding_multiplier": "embedding_scale",

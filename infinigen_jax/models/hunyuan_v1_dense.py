@@ -4,13 +4,18 @@ import dataclasses
 import math
 
 from infinigen_jax.models.base import HEAD_NORMS, PRE_NORMS, HFConfig, ModelConfig
-from infinigen_jax.models.hf import positive, refuse_unless
-from infinigen_jax.models.llama import relative_from_hf
-from infinigen_jax.models.rope_hf import positive_number, rope_from_hf
+from infinigen_jax.models.hf import (
+    positive,
+    positive_number,
+    refuse_unless,
+    relative_from_hf,
+    rope_from_hf,
+)
+
+DEFAULTS = {"rms_norm_eps": 1e-5}
 
 
 def config_from_hf(hf: HFConfig) -> ModelConfig:
-    hf = {"rms_norm_eps": 1e-5, **hf}
     rope = rope_from_hf(hf)
     scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     if rope.kind == "dynamic" and scaling.get("alpha"):

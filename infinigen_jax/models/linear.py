@@ -1,8 +1,12 @@
 """Modules with a matrix: projections, and the table of token embeddings.
 
-Each holds its matrix in full, or in the form of `models.small_weights`.
+Each holds its matrix in full, or in the form of `models.small_weights`. On a CPU, queries, keys and
+values are one joined matrix, {"qkv"} in place of {"q", "kv"}: two short products take longer than
+one, because each wakes the other threads. Layers are joined on loading there, or by an engine whose
+attention reads rows in the host's memory; `base.Blueprint.layer` accepts either form.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -83,3 +87,31 @@ class TokenTable(Matrix):
         if "embedding" in weights:
             weights = {"weight": weights["embedding"]}
         return project(x, weights, dtype)
+
+
+def join(layer: Params) -> Params:
+    """Return a layer's parameters with the projections of queries, keys and values joined."""
+    if "qkv" in layer:
+        return layer
+    rest = {name: part for name, part in layer.items() if name not in ("q", "kv")}
+    parts = layer["q"], layer["kv"]
+    qkv = {name: jnp.concatenate([p[name] for p in parts]) for name in layer["q"]}
+    return rest | {"qkv": qkv}
+
+
+def split(layer: Params, queries: int) -> Params:
+    """Invert `join`."""
+    if "qkv" not in layer:
+        return layer
+    rest = {name: part for name, part in layer.items() if name != "qkv"}
+    cut = {name: jnp.split(x, [queries]) for name, x in layer["qkv"].items()}
+    q, kv = ({name: pair[i] for name, pair in cut.items()} for i in range(2))
+    return rest | {"q": q, "kv": kv}
+
+
+def part_of(qkv: Params, begin: int, end: int | None) -> Callable[[Array], Array]:
+    """Return a function that computes some columns of the joined projection.
+
+    It multiplies by all columns. XLA merges the equal products of a layer into one.
+    """
+    return lambda a: project(a, qkv)[..., begin:end]

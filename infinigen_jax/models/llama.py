@@ -8,51 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from infinigen_jax.models.base import HEAD_NORMS, HFConfig, ModelConfig
-from infinigen_jax.models.hf import LARGEST, common_settings, refuse_sliding_windows, refuse_unless
+from infinigen_jax.models.base import ACTIVATIONS, HEAD_NORMS, ModelConfig
 from infinigen_jax.models.linear import Linear, TokenTable
-from infinigen_jax.models.rope import Rotation, rotate
-from infinigen_jax.models.rope_hf import rope_from_hf, stretched_positions
+from infinigen_jax.models.rope import PerToken, Rotation, as_last, rotate
 from infinigen_jax.ops.attention import soft_capped
 
-ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "swish": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),
-    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "relu": jax.nn.relu,
-    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
-}
-
-
-def config_from_hf(hf: HFConfig) -> ModelConfig:
-    refuse_sliding_windows(hf)
-    return relative_from_hf(hf)
-
-
-def relative_from_hf(hf: HFConfig, **settings: Any) -> ModelConfig:
-    """Return the configuration of a family with these modules that reads `settings` itself."""
-    common = common_settings(hf, mlp="intermediate_size")
-    activation = hf.get("hidden_act", "silu")
-    refuse_unless(activation in ACTIVATIONS, f"hidden_act {activation!r}")
-    rope = settings.get("rope") or rope_from_hf(hf)
-    if ropes := settings.get("layer_ropes"):  # their frequencies are fixed
-        varying = [each.kind for each in (rope, *ropes) if each is not None and each.varies]
-        where = f"in {hf.get('model_type')} models"
-        refuse_unless(not varying, f"rope type {varying and varying[0]!r} {where}")
-    refuse_unless(rope.fits(common["head_dim"]), f"rope type {rope.kind!r} for heads of its size")
-    common["max_positions"] = most = stretched_positions(rope, common["max_positions"])
-    refuse_unless(most <= LARGEST, f"a context of {most} tokens")
-    biases = {name: bool(hf.get(name, False)) for name in ("attention_bias", "mlp_bias")}
-    read = {"rope": rope, "activation": activation, "norm_eps": float(hf.get("rms_norm_eps", 1e-6))}
-    settings = biases | read | common | settings
-    if settings.get("sliding_window", 0) >= settings["max_positions"]:
-        # Treat it as no window: such layers are cached on the host like any other.
-        settings |= {"sliding_window": None, "sliding_layers": ()}
-    return ModelConfig(tie_embeddings=bool(hf.get("tie_word_embeddings", False)), **settings)
+SETTINGS = {"windows": "refused"}
 
 
 class Norm(nnx.Module):
@@ -64,7 +27,7 @@ class Norm(nnx.Module):
     """
 
     def __init__(self, size: int, config: ModelConfig, dtype: Any):
-        self.scale = nnx.Param(jnp.ones(size, jnp.float32 if config.float32_norms else dtype))
+        self.scale = nnx.Param(jnp.ones(size, jnp.float32 if config.norms_minus_one else dtype))
         self.centred, self.epsilon = config.layer_norms, config.norm_eps
         has_bias = config.layer_norms and config.norm_biases
         self.bias = nnx.Param(jnp.zeros(size, dtype)) if has_bias else None
@@ -74,14 +37,10 @@ class Norm(nnx.Module):
         if self.centred:
             y = y - jnp.mean(y, axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.epsilon)
-        y = y * _over_last(self.scale[...], y)
+        y = y * as_last(self.scale[...].astype(jnp.float32), y.ndim - 1)
         if self.bias is not None:
-            y = y + _over_last(self.bias[...], y)
+            y = y + as_last(self.bias[...].astype(jnp.float32), y.ndim - 1)
         return y.astype(x.dtype)
-
-
-def _over_last(parameter: Array, x: Array) -> Array:
-    return parameter.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
 
 
 class Layer(nnx.Module):
@@ -126,19 +85,13 @@ class Layer(nnx.Module):
         return _normed(self.attention_norm, x)
 
     def query(
-        self,
-        a: Float[Array, "*b e"],
-        positions: Int[Array, "*b"],
-        lengths: Int[Array, "*b"] | None = None,
+        self, a: Float[Array, "*b e"], positions: PerToken, lengths: PerToken | None = None
     ) -> Float[Array, "*b h d"]:
         """Return queries as they enter the dot product: `finish_query` of the projection."""
         return self.finish_query(self.q(a), positions, lengths)
 
     def finish_query(
-        self,
-        projected: Float[Array, "*b w"],
-        positions: Int[Array, "*b"],
-        lengths: Int[Array, "*b"] | None = None,
+        self, projected: Float[Array, "*b w"], positions: PerToken, lengths: PerToken | None = None
     ) -> Float[Array, "*b h d"]:
         """Apply norm, rotation and scale to projected queries, w = h*d, bias included."""
         c = self.config
@@ -153,10 +106,7 @@ class Layer(nnx.Module):
         return q * growth[..., None, None].astype(q.dtype)
 
     def key_value(
-        self,
-        a: Float[Array, "*b e"],
-        positions: Int[Array, "*b"],
-        lengths: Int[Array, "*b"] | None = None,
+        self, a: Float[Array, "*b e"], positions: PerToken, lengths: PerToken | None = None
     ) -> tuple[Float[Array, "*b k d"], Float[Array, "*b k d"]]:
         """Return keys, after norm and rotation, and values."""
         c = self.config
@@ -168,33 +118,22 @@ class Layer(nnx.Module):
         self,
         x: Float[Array, "*b heads d"],
         norm: Norm | None,
-        positions: Int[Array, "*b"],
-        lengths: Int[Array, "*b"] | None,
+        positions: PerToken,
+        lengths: PerToken | None,
     ) -> Float[Array, "*b heads d"]:
-        """Apply the family's norm and the rotary embedding, in the family's order."""
-        if self.config.norm_after_rotation:
-            return self.normed_heads(norm, self.rotated(x, positions, lengths))
-        return self.rotated(self.normed_heads(norm, x), positions, lengths)
+        """Apply norm, to each head or to all together, and rotation, in the family's order."""
+        c = self.config
 
-    def normed_heads(
-        self, norm: Norm | None, x: Float[Array, "*b heads d"]
-    ) -> Float[Array, "*b heads d"]:
-        """Apply the norm, to each head or to all together."""
-        if not self.config.joint_head_norms:
-            return _normed(norm, x)
-        return _normed(norm, x.reshape(*x.shape[:-2], -1)).reshape(x.shape)
+        def normed(x: Array) -> Array:
+            shape = (*x.shape[:-2], -1) if c.joint_head_norms else x.shape
+            return _normed(norm, x.reshape(shape)).reshape(x.shape)
 
-    def rotated(
-        self,
-        x: Float[Array, "*b heads d"],
-        positions: Int[Array, "*b"],
-        lengths: Int[Array, "*b"] | None,
-    ) -> Float[Array, "*b heads d"]:
-        """Apply the rotary embedding of the layer, if it has one."""
-        if self.config.layer_ropes:
-            return self.rotation(x, positions)
-        rope = self.config.rope
-        return x if rope is None else rotate(x, positions, rope, lengths)
+        def rotated(x: Array) -> Array:
+            if c.layer_ropes:
+                return self.rotation(x, positions)
+            return x if c.rope is None else rotate(x, positions, c.rope, lengths)
+
+        return normed(rotated(x)) if c.norm_after_rotation else rotated(normed(x))
 
     def attention_output(self, o: Float[Array, "*b h d"]) -> Float[Array, "*b e"]:
         """Return attention's addition to the residual stream, from the heads' outputs."""
@@ -238,7 +177,7 @@ class Embedding(nnx.Module):
             self.head = Linear(c.hidden_size, c.vocab_size, False, dtype)
         self.config = config
 
-    def embed(self, tokens: Int[Array, "*b"], positions: Int[Array, "*b"]) -> Float[Array, "*b e"]:
+    def embed(self, tokens: PerToken, positions: PerToken) -> Float[Array, "*b e"]:
         x = self.tokens(tokens)
         return x * jnp.asarray(self.config.embedding_scale, x.dtype)  # rounded, as in Gemma
 

@@ -10,9 +10,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.models import llama
-from infinigen_jax.models.base import HFConfig, ModelConfig
+from infinigen_jax.models.base import ACTIVATIONS, HFConfig, ModelConfig
 from infinigen_jax.models.hf import common_settings, refuse_sliding_windows, refuse_unless
-from infinigen_jax.models.llama import ACTIVATIONS
 
 POSITION_OFFSET = 2  # rows 0 and 1 of OPT's position table are not positions
 

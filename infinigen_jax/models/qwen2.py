@@ -3,19 +3,18 @@
 from typing import Any
 
 from infinigen_jax.models.base import HFConfig, ModelConfig
-from infinigen_jax.models.hf import sliding_windows
-from infinigen_jax.models.llama import relative_from_hf
+from infinigen_jax.models.hf import kinds, relative_from_hf
+
+DEFAULTS = {"sliding_window": 4096}
+SETTINGS = {"attention_bias": True, "output_bias": False}
 
 
-def config_from_hf(hf: HFConfig) -> ModelConfig:
-    biases = {"attention_bias": True, "output_bias": False}
+def config_from_hf(hf: HFConfig, **settings: Any) -> ModelConfig:
     if chunked := hf.get("dual_chunk_attention_config"):  # attention beyond it is not supported
-        hf = {**hf, "max_position_embeddings": chunked["original_max_position_embeddings"]}
-    return relative_from_hf(hf, **biases, **qwen_windows(hf))
-
-
-def qwen_windows(hf: HFConfig) -> dict[str, Any]:
-    """Return `sliding_window` and `sliding_layers` of ModelConfig from Qwen's settings."""
-    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window", False) else None
+        hf["max_position_embeddings"] = chunked["original_max_position_embeddings"]
+    if not hf.get("use_sliding_window"):
+        hf["sliding_window"] = None
+    window = hf["sliding_window"]
     first = int(hf.get("max_window_layers", 28)) if window else 0
-    return sliding_windows(hf, window, first=first)
+    hf["layer_types"] = kinds(hf, lambda i: window and i >= first)
+    return relative_from_hf(hf, windows="listed", **settings)

@@ -23,7 +23,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+PerToken = Int[Array, "*b"]  # a number for each token: itself, its position, its text's length
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Rope:
 
     Attributes:
         theta: base of the geometric series of wavelengths.
-        kind: one of KINDS.
+        kind: "default" or one of the above.
         factor: ratio of the extended context to the original one; at least 1.
         original_positions: context of the model before its extension ("dynamic", "llama3",
             "yarn", "longrope").
@@ -120,13 +120,11 @@ class Rope:
         stretched = np.clip((np.arange(len(inverse)) - first) / width, 0.0, 1.0)
         return inverse * (1.0 - stretched + stretched / self.factor)
 
-    def angles(
-        self, positions: Int[Array, "*b"], lengths: Int[Array, "*b"], dim: int
-    ) -> Float[Array, "*b p"]:
+    def angles(self, positions: PerToken, lengths: PerToken, dim: int) -> Float[Array, "*b p"]:
         """Return the angles of each of the p pairs, float32; for `lengths` see `rotate`."""
-        frequencies = _as_last(self.frequencies(dim), positions.ndim)
+        frequencies = as_last(self.frequencies(dim), positions.ndim)
         if self.kind == "longrope":
-            long = _as_last(self._divided(dim, self.long_factors), positions.ndim)
+            long = as_last(self._divided(dim, self.long_factors), positions.ndim)
             beyond = (lengths > self.original_positions)[..., None]
             frequencies = jnp.where(beyond, long, frequencies)
         angles = positions[..., None].astype(jnp.float32) * frequencies
@@ -137,14 +135,11 @@ class Rope:
         beyond = jnp.maximum(lengths - self.original_positions, 0).astype(jnp.float32)
         growth = jnp.log1p(beyond * (self.factor / self.original_positions))
         exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim - 2)
-        return angles * jnp.exp(-growth[..., None] * _as_last(exponents, positions.ndim))
+        return angles * jnp.exp(-growth[..., None] * as_last(exponents, positions.ndim))
 
 
 def rotate(
-    x: Float[Array, "*b heads d"],
-    positions: Int[Array, "*b"],
-    rope: Rope,
-    lengths: Int[Array, "*b"] | None = None,
+    x: Float[Array, "*b heads d"], positions: PerToken, rope: Rope, lengths: PerToken | None = None
 ) -> Float[Array, "*b heads d"]:
     """Rotate each pair (i, i + p) of every head by position times frequency, in float32.
 
@@ -166,11 +161,11 @@ class Rotation(nnx.Module):
         self.factor = nnx.Param(jnp.ones(1))
 
     def __call__(
-        self, x: Float[Array, "*b heads d"], positions: Int[Array, "*b"]
+        self, x: Float[Array, "*b heads d"], positions: PerToken
     ) -> Float[Array, "*b heads d"]:
-        frequencies = _as_last(self.frequencies[...], positions.ndim)
+        frequencies = as_last(self.frequencies[...], positions.ndim)
         angles = positions[..., None].astype(jnp.float32) * frequencies
-        return _turned(x, angles, _as_last(self.factor[...], x.ndim - 1), self.interleaved)
+        return _turned(x, angles, as_last(self.factor[...], x.ndim - 1), self.interleaved)
 
 
 def rotation(rope: Rope | None, dim: int) -> dict[str, Float[Array, " p"]]:
@@ -202,6 +197,6 @@ def _turned(
     return jnp.concatenate([rotated, x[..., 2 * p :]], axis=-1)
 
 
-def _as_last(values: np.ndarray | Array, leading: int) -> Float[Array, "*one p"]:
+def as_last(values: np.ndarray | Array, leading: int) -> Float[Array, "*one p"]:
     """Add leading axes so that the values broadcast along the last axis."""
     return jnp.asarray(values).reshape((1,) * leading + (-1,))

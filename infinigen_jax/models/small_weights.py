@@ -80,7 +80,7 @@ def shrink_part(part: Params, dtype: str) -> Params:
     if dtype != "int4" or outputs <= size:
         return rest | small(rows)
 
-    def put_piece(i: Array, made: Params) -> Params:
+    def put_piece(i: Array, made: Params) -> Params:  # `lax.map` would copy matrix and result
         start = jnp.minimum(i * size, outputs - size)
         piece = small(lax.dynamic_slice_in_dim(rows, start, size))
         return jax.tree.map(

@@ -1,8 +1,7 @@
 """VaultGemma: Gemma 2 without norms after attention and MLP."""
 
 from infinigen_jax.models import gemma2
-from infinigen_jax.models.base import PRE_NORMS, HFConfig, ModelConfig
+from infinigen_jax.models.base import PRE_NORMS
 
-
-def config_from_hf(hf: HFConfig) -> ModelConfig:
-    return gemma2.config_from_hf(hf, norms=PRE_NORMS)
+DEFAULTS, config_from_hf = gemma2.DEFAULTS, gemma2.config_from_hf
+SETTINGS = {"norms": PRE_NORMS}

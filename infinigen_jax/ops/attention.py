@@ -4,6 +4,7 @@ Queries are grouped, [b, k, g, d]: g query heads read KV head k. They are alread
 """
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -39,19 +40,12 @@ def packed(rows: Float[Array, "b k n w"], valid: Bool[Array, "b kv n"]) -> Part:
 
 
 class Tail(NamedTuple):
-    """Tokens that are attended approximately: m tokens, each representing many.
+    """Tokens that are attended approximately: m tokens, each representing many; float32."""
 
-    Attributes:
-        score: log-sum-exp of the represented tokens' scores, float32; -inf for an empty set.
-        values: sum of the values of `count` of these tokens, float32; always finite.
-        count: number of tokens in `values`.
-        shift: correction added to the mean value of all m tokens together, float32; None for none.
-    """
-
-    score: Float[Array, "b k g m"]
-    values: Float[Array, "b k m d"]
+    score: Float[Array, "b k g m"]  # log-sum-exp of the represented scores; -inf for an empty set
+    values: Float[Array, "b k m d"]  # sum of the values of `count` of these tokens; always finite
     count: Int[Array, "b kv m"]
-    shift: Float[Array, "b k g d"] | None = None
+    shift: Float[Array, "b k g d"] | None = None  # correction of the mean value of all m together
 
 
 def soft_capped(scores: Float[Array, "*b"], cap: float | Array | None) -> Float[Array, "*b"]:
@@ -72,14 +66,11 @@ def attend_weighted(
 ) -> tuple[Float[Array, "b k g d"], list[Float[Array, "b k g n"]]]:
     """Return `attend`'s output up to rounding, and each part's weights; a tail has the rest."""
     scores = jnp.concatenate([part_scores(q, part, cap) for part in parts], axis=-1)
-    weights = jax.nn.softmax(scores, axis=-1)
+    ends = list(itertools.accumulate(part.keys.shape[2] for part in parts))
+    of_parts = jnp.split(jax.nn.softmax(scores, axis=-1), ends[:-1], axis=-1)
     output = jnp.zeros(q.shape, jnp.float32)
-    of_parts, start = [], 0
-    for part in parts:
-        stop = start + part.keys.shape[2]
-        of_parts.append(weights[..., start:stop])
-        output += _weighted_sum(of_parts[-1], part.values, q.shape[-1])
-        start = stop
+    for part, weights in zip(parts, of_parts, strict=True):
+        output += _weighted_sum(weights, part.values, q.shape[-1])
     if tail is not None:
         output, kept_weight = _with_tail(output, jax.nn.logsumexp(scores, axis=-1), tail)
         of_parts = [weights * kept_weight for weights in of_parts]
@@ -114,9 +105,8 @@ class Softmax(NamedTuple):
 
 def start_softmax(q: Float[Array, "*b d"]) -> Softmax:
     """Return the state before any row is attended."""
-    shape = q.shape[:-1]
     zeros = jnp.zeros(q.shape, jnp.float32)
-    return Softmax(jnp.full(shape, MASKED, jnp.float32), zeros[..., 0], zeros)
+    return Softmax(jnp.full(q.shape[:-1], MASKED, jnp.float32), zeros[..., 0], zeros)
 
 
 def softmax_over(q: Float[Array, "b k g d"], part: Part, cap: float | None = None) -> Softmax:
@@ -131,10 +121,9 @@ def softmax_over(q: Float[Array, "b k g d"], part: Part, cap: float | None = Non
 def join_softmax(one: Softmax, other: Softmax) -> Softmax:
     """Combine the states of two disjoint sets of rows."""
     peak = jnp.maximum(one.peak, other.peak)
-    kept = [jnp.exp(part.peak - peak) for part in (one, other)]
-    total = one.total * kept[0] + other.total * kept[1]
-    weighted = one.weighted * kept[0][..., None] + other.weighted * kept[1][..., None]
-    return Softmax(peak, total, weighted)
+    first, second = jnp.exp(one.peak - peak), jnp.exp(other.peak - peak)
+    weighted = one.weighted * first[..., None] + other.weighted * second[..., None]
+    return Softmax(peak, one.total * first + other.total * second, weighted)
 
 
 def join_parts(parts: Softmax, valid: Bool[Array, "b k m"] | None = None) -> Softmax:
@@ -147,11 +136,8 @@ def join_parts(parts: Softmax, valid: Bool[Array, "b k m"] | None = None) -> Sof
         total = jnp.where(valid[..., None], parts.total, 0.0)
         weighted = jnp.where(valid[..., None, None], parts.weighted, 0.0)
         parts = Softmax(peaks, total, weighted)
-    return Softmax(
-        peak,
-        jnp.sum(parts.total * kept, axis=2),
-        jnp.einsum("bkmgd,bkmg->bkgd", parts.weighted, kept),
-    )
+    weighted = jnp.einsum("bkmgd,bkmg->bkgd", parts.weighted, kept)
+    return Softmax(peak, jnp.sum(parts.total * kept, axis=2), weighted)
 
 
 def finish_softmax(

@@ -1,22 +1,70 @@
-"""Compaction: positions of the marked entries of a mask, with static shapes and without sorting."""
+"""Compaction: positions of the marked entries of a mask, with static shapes and without sorting.
+
+Rows need very different numbers of places, and static shapes are as large as any row may need. On a
+CPU the places needed are cut into work items of CHUNK places of one row, and a loop processes some
+items at a time, from all rows. (On a GPU a loop of unknown length costs a round trip to the host.)
+"""
+
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt32
 
 from infinigen_jax.ops.barriers import compute_once
-from infinigen_jax.ops.work_items import (
-    CHUNK,
-    CHUNK_BITS,
-    WorkItems,
-    cut_items,
-    items_at_once,
-    most_items,
-)
 
 BITS = 5
 WORD = 1 << BITS  # marks in a word of a packed mask
 QUAD = 4  # words whose marks are counted together
+CHUNK_BITS = 6
+CHUNK = 1 << CHUNK_BITS  # places of a work item
+ITEMS = 32  # most work items of a loop iteration
+FEW_ITEMS = 8  # work items of an iteration with few rows
+
+
+class WorkItems(NamedTuple):
+    """Number of work items of each of r rows, and up to the end of each row."""
+
+    counts: Int[Array, " r"]
+    ends: Int[Array, " r"]
+
+    @property
+    def begin(self) -> Int[Array, " r"]:
+        """Index of the first item of each row, or the index it would have."""
+        return self.ends - self.counts
+
+    def loops(self, at_once: int) -> Int[Array, ""]:
+        """Return the number of iterations that process all items."""
+        return (self.ends[-1] + (at_once - 1)) // at_once
+
+    def places(
+        self, loop: Int[Array, ""], at_once: int
+    ) -> tuple[Int[Array, " p"], Int[Array, "p c"]]:
+        """Return the p = `at_once` items of an iteration: their rows, and their places in the row.
+
+        Items after the last one belong to the last row, with places beyond its request.
+        """
+        item = loop * at_once + jnp.arange(at_once, dtype=jnp.int32)
+        row = jnp.sum(self.ends[None] <= item[:, None], axis=-1, dtype=jnp.int32)
+        row = jnp.minimum(row, self.ends.shape[0] - 1)
+        first = (item - self.begin[row]) * CHUNK
+        return row, first[:, None] + jnp.arange(CHUNK, dtype=jnp.int32)[None]
+
+
+def cut_items(requested: Int[Array, " r"]) -> WorkItems:
+    """Cut the requested number of places of each row into work items."""
+    counts = (requested + (CHUNK - 1)) // CHUNK
+    return WorkItems(counts, jnp.cumsum(counts))
+
+
+def items_at_once(rows: int, most: int) -> int:
+    """Return the number of items of a loop iteration, for rows that need about two items each."""
+    return min(max(FEW_ITEMS, 2 * rows), ITEMS, rows * most)
+
+
+def most_items(places: int) -> int:
+    """Return the largest number of items of a row with at most `places` places."""
+    return -(-places // CHUNK)
 
 
 def compact(mask: Bool[Array, "b k t"], size: int) -> Int[Array, "b k n"]:
@@ -97,9 +145,7 @@ def compact_by_row(words: UInt32[Array, "r v"], size: int) -> Int[Array, "r n"]:
 def compact_together(words: UInt32[Array, "r v"], size: int) -> Int[Array, "r n"]:
     """Return positions of the first n = `size` marks of each row, 0 after them.
 
-    Rows have very different numbers of marks, so work items (`ops.work_items`) compute the
-    positions. The loop keeps the search out of its consumers; XLA:CPU would drop a barrier before
-    fusion.
+    The loop keeps the search out of its consumers; XLA:CPU would drop a barrier before fusion.
     """
     rows = words.shape[0]
     at_once = items_at_once(rows, most_items(size))
@@ -136,11 +182,8 @@ def mark_starts(
     where a work item begins. It encodes 1 + the word, the number of its marks before the place, and
     the place in the item, so the entry that applies to a place is the largest up to it. A scatter
     of these few thousand numbers replaces a search per place. int32 suffices for rows of less than
-    2^25 tokens.
-
-    Args:
-        requested: number of leading marks requested per row; each row must have as many.
-        room: j, above the number of items: the last place receives discarded writes.
+    2^25 tokens. Each row has its `requested` leading marks. `room` is j, above the number of items:
+    the last place receives discarded writes.
     """
     word = lax.broadcasted_iota(jnp.int32, words.shape, 1)
     begin = items.begin[:, None] * CHUNK
@@ -168,10 +211,7 @@ def mark_starts(
 def marks_at(
     words: UInt32[Array, "r v"], starts: Int[Array, "p c"], row: Int[Array, " p"]
 ) -> Int[Array, "p c"]:
-    """Return positions of the marks in work items, given their rows of `mark_starts`.
-
-    Positions beyond the request are arbitrary.
-    """
+    """Return positions of the marks in work items of `mark_starts`; arbitrary beyond a request."""
 
     def latest() -> Array:
         latest, reach = starts, 1

@@ -12,10 +12,7 @@ def look_up(table: Array, index: Int[Array, "b k n"]) -> Array:
 
 
 def put(table: Array, index: Int[Array, "b k n"], values: Array | bool) -> Array:
-    """Set table[i, j, index[i, j, m]] = values[i, j, m], in place if donated.
-
-    Indices beyond the table are ignored; the others are distinct.
-    """
+    """Set table[i, j, index[i, j, m]] = values[i, j, m]; indices are distinct, or beyond it."""
     return by_head(table, index).set(values, mode="drop")
 
 

@@ -35,13 +35,13 @@ def summed(term: Callable[..., Array], *arrays: Shaped[Array, "..."]) -> Array:
 @jax.jit  # traced once for all layers of a step
 def best(x: Float[Array, "*b t"]) -> Float[Array, "*b"]:
     """Return the maximum over all tokens."""
-    return lax.platform_dependent(x, cpu=_best, default=lambda x: jnp.max(x, axis=-1))
 
+    def in_pieces(x: Array) -> Array:
+        while _pieces(x.shape[-1]) > 1:
+            x = _folded(jnp.maximum, lambda x: x, x)
+        return jnp.max(x, axis=-1)
 
-def _best(x: Float[Array, "*b t"]) -> Float[Array, "*b"]:
-    while _pieces(x.shape[-1]) > 1:
-        x = _folded(jnp.maximum, lambda x: x, x)
-    return jnp.max(x, axis=-1)
+    return lax.platform_dependent(x, cpu=in_pieces, default=lambda x: jnp.max(x, axis=-1))
 
 
 def _folded(
@@ -52,12 +52,11 @@ def _folded(
     number = _pieces(arrays[0].shape[-1])
     size = arrays[0].shape[-1] // number
 
-    def piece(x: Array, i: int) -> Array:
-        """Return a static slice of the array, which XLA reads without a copy."""
-        return lax.slice_in_dim(x, i * size, (i + 1) * size, axis=x.ndim - 1)
+    def piece(i: int) -> list[Array]:
+        """Return static slices of the arrays, which XLA reads without a copy."""
+        return [lax.slice_in_dim(x, i * size, (i + 1) * size, axis=x.ndim - 1) for x in arrays]
 
-    terms = (term(*(piece(x, i) for x in arrays)) for i in range(number))
-    return functools.reduce(combine, terms)
+    return functools.reduce(combine, (term(*piece(i)) for i in range(number)))
 
 
 def _pieces(tokens: int) -> int:

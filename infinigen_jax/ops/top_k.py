@@ -89,11 +89,15 @@ def _searched(
     state = lax.cond(unfinished, lambda: _finished(state, rank, count), lambda: state)
     threshold = _value(state.low)[..., None]
     mask = rank >= threshold
-    return lax.cond(
-        jnp.any(state.at_low > count),
-        lambda: _drop_ties(mask, rank == threshold, state.at_low - count),
-        lambda: mask,
-    )
+
+    def without_surplus() -> Array:
+        """Unmark the last of the entries that equal the threshold."""
+        tied = rank == threshold
+        order = jnp.cumsum(tied.astype(jnp.int32), axis=-1)
+        keep = order <= order[..., -1:] - (state.at_low - count)[..., None]
+        return mask & (~tied | keep)
+
+    return lax.cond(jnp.any(state.at_low > count), without_surplus, lambda: mask)
 
 
 class _Search(NamedTuple):
@@ -158,15 +162,6 @@ def _interpolated(state: _Search, count: Int[Array, "b k"], length: int) -> Int[
     low, high = _value(state.low), _value(state.high)
     guess = low + (high - low) * ((deviations(count) - start) / span)
     return jnp.where(jnp.isfinite(guess), _key(guess), _halfway(state))
-
-
-def _drop_ties(
-    mask: Bool[Array, "b k t"], tied: Bool[Array, "b k t"], surplus: Int[Array, "b k"]
-) -> Bool[Array, "b k t"]:
-    """Unmark the last `surplus` of the tied entries."""
-    order = jnp.cumsum(tied.astype(jnp.int32), axis=-1)
-    keep = order <= order[..., -1:] - surplus[..., None]
-    return mask & (~tied | keep)
 
 
 def _key(x: Float[Array, "*b"]) -> Int[Array, "*b"]:

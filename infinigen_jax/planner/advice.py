@@ -2,13 +2,12 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from infinigen_jax.cache.row_format import row_format
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.planner.forecast import Forecast, Planner
-from infinigen_jax.settings.engine import EngineOptions
 
 SMALLER_ROWS = ("int8", "int4")
 SMALLER_CHUNKS = (1024, 512, 256)
@@ -54,12 +53,18 @@ def best_settings(planner: Planner, batch: int, context: int) -> Forecast | None
     Shorter chunks delay the first token, smaller rows lose precision, and weights on the host cost
     time in every step.
     """
-    tried = choices(planner)
-    for remedy in itertools.product(tried["weights"], tried["rows"], tried["prefill_chunk"]):
-        forecasts = (
-            planner.forecast(settings, batch, context)
-            for settings in placements(planner, tried, *remedy)
-        )
+    tried, layers = choices(planner), planner.config.num_layers
+    # The cache placement closest to the request first.
+    placements = [
+        {"dense_layers": dense, "hot_set": hot}
+        for dense, hot in itertools.product(tried["dense_layers"], tried["hot_set"])
+        if dense < layers or hot == min(tried["hot_set"])
+    ]
+    remedies = ("weights", "rows", "prefill_chunk")
+    for values in itertools.product(*(tried[name] for name in remedies)):
+        remedy = dict(zip(remedies, values, strict=True))
+        placed = (dataclasses.replace(planner.asked, **remedy, **each) for each in placements)
+        forecasts = (planner.forecast(settings, batch, context) for settings in placed)
         fitting = (forecast for forecast in forecasts if forecast.fits)
         if not planner.machine.timed:
             best = next(fitting, None)
@@ -68,16 +73,6 @@ def best_settings(planner: Planner, batch: int, context: int) -> Forecast | None
         if best is not None:
             return best
     return None
-
-
-def placements(
-    planner: Planner, tried: dict[str, list[Any]], weights: str, rows: str, chunk: int | None
-) -> Iterator[EngineOptions]:
-    """Yield cache placements, the one closest to the request first."""
-    remedied = dataclasses.replace(planner.asked, weights=weights, rows=rows, prefill_chunk=chunk)
-    for dense, hot in itertools.product(tried["dense_layers"], tried["hot_set"]):
-        if dense < planner.config.num_layers or hot == min(tried["hot_set"]):
-            yield dataclasses.replace(remedied, dense_layers=dense, hot_set=hot)
 
 
 def fits(planner: Planner, batch: int, context: int) -> bool:

@@ -1,7 +1,6 @@
 """Forecast of a generation's memory and time from the shapes of a model."""
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import types
@@ -27,16 +26,15 @@ from infinigen_jax.cli.options import given, make_engine
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Weights
 from infinigen_jax.engine.draft_length import size_of
-from infinigen_jax.engine.memory_plan import MemoryPlan, plan_cache
+from infinigen_jax.engine.memory_plan import MemoryPlan, plan_cache, prefill_bytes, step_bytes
 from infinigen_jax.engine.prompts import round_up_capacity
 from infinigen_jax.engine.runtime import HOT_SET, draft_form, most_drafted
-from infinigen_jax.engine.workspace import prefill_bytes, step_bytes
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.conversion_cache import known_conversion
 from infinigen_jax.loading.load import Model
 from infinigen_jax.machine.memory_limits import tree_bytes
 from infinigen_jax.models import Blueprint, ModelConfig, blueprint
-from infinigen_jax.models.packed import split
+from infinigen_jax.models.linear import split
 from infinigen_jax.models.small_weights import shrink
 from infinigen_jax.planner.traffic import RoundsForecast, Traffic, forecast_rounds, planned_traffic
 from infinigen_jax.policies import Policy
@@ -53,9 +51,8 @@ class Machine:
 
     Attributes:
         device_memory: bytes; None if device and host share one memory.
-        memory_bandwidth: bytes per second that the device reads from its memory; None if unknown.
-        copy_bandwidth: bytes per second at which rows reach attention from the host; None if
-            unknown.
+        memory_bandwidth, copy_bandwidth: bytes per second that the device reads from its memory,
+            and at which rows reach attention from the host; None if unknown.
     """
 
     device_memory: int | None
@@ -86,9 +83,8 @@ class Forecast:
         prefill, decode: temporaries, including weights in transit from the host; the larger one is
             the plan's workspace.
         seconds: lower bound on the time of a decode step; None without bandwidths.
-        lossless: times of the lossless mode; None without bandwidths, with a pool, if all rows are
-            on the device or streamed, or if the copy of the weights or the room for drafts does
-            not fit.
+        lossless: times of the lossless mode; None without bandwidths, or where it is not possible
+            or does not fit.
     """
 
     settings: EngineOptions
@@ -146,7 +142,7 @@ class Planner:
     def __init__(
         self,
         config: ModelConfig,
-        dtype: Any,
+        dtype: jnp.dtype,
         conversion: Conversion,
         policy: Policy,
         arguments: argparse.Namespace,
@@ -154,9 +150,9 @@ class Planner:
     ):
         self.config, self.machine, self.arguments = config, machine, arguments
         self.given = given(arguments, options_of(EngineOptions))
-        architecture = blueprint(config, jnp.dtype(dtype), arguments.weight_dtype, conversion.wide)
+        architecture = blueprint(config, dtype, arguments.weight_dtype, conversion.wide)
         self._shapes = model_shapes(architecture, conversion)
-        make = functools.partial(self._engine, jnp.dtype(dtype), conversion, policy)
+        make = functools.partial(self._engine, dtype, conversion, policy)
         asked, _ = make({})
         # With all layers on the host, the policy has weights for every layer.
         self._decoder, self._weights = make({"dense_layers": 0})
@@ -164,12 +160,9 @@ class Planner:
         layers = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._weights.params["layers"]
         )
-
-        @functools.cache
-        def small_bytes(dtype: str) -> int:
-            return tree_bytes(jax.eval_shape(lambda: [shrink(layer, dtype) for layer in layers]))
-
-        self._small_bytes = small_bytes
+        self._small_bytes = functools.cache(
+            lambda form: tree_bytes(jax.eval_shape(lambda: [shrink(x, form) for x in layers]))
+        )
         # Only the transfer `cuda`, the default on a GPU, has a hot set by default.
         crosses = machine.separate and self.given.get("transfer") != "xla"
         reuses = crosses and policy.reuses and "hot_set" not in self.given
@@ -189,8 +182,8 @@ class Planner:
             measured: dict[str, Any] = {}
             if conversion.skew != "none":
                 moment = np.zeros((*shape, shape[-1]), np.float32)
-                measured = {"key_mean": np.zeros(shape, np.float32)}
-                measured["tail_moments"] = moment, moment
+                mean = np.zeros(shape, np.float32)
+                measured = {"key_mean": mean, "tail_moments": (moment, moment)}
             model = Model(
                 self.config,
                 dtype=dtype,
@@ -238,8 +231,7 @@ class Planner:
             length = min(chunk, capacity)
             cache = plan_cache(decoder, batch, capacity, slots)
             reading = prefill_bytes(decoder, weights.params, batch, length, capacity)
-            sizes = batch, capacity, drafted, cache.resident, slots
-            step = step_bytes(decoder, weights.params, *sizes)
+            step = step_bytes(decoder, weights.params, batch, capacity, drafted, slots)
             work = {"chunk": length, "prefill": reading, "decode": step}
             return capacity, slots, work | {"plan": cache.at_work(max(reading, step))}
 
@@ -263,39 +255,22 @@ class Planner:
             lossless=None,
             machine=self.machine,
         )
+        if found.seconds is None or decoder.pool is not None or not decoder.selecting or most < 1:
+            return found
         copied = self._draft_bytes(dataclasses.replace(settings, lossless=True), decoder)
         if not dataclasses.replace(found, drafts=copied, **memory(size_of(most))[2]).fits:
             return found
-        host_rows = plan.host_cache * context // capacity
-        rounds = self._lossless(decoder, weights, traffic, host_rows, copied, most)
-        return dataclasses.replace(found, lossless=rounds)
-
-    def _lossless(
-        self,
-        decoder: Decoder,
-        weights: Weights,
-        traffic: Traffic,
-        host_rows: int,
-        copied: int,
-        most: int,
-    ) -> RoundsForecast | None:
-        """Forecast the lossless mode with drafts of up to `most` tokens.
-
-        A verification reads `host_rows` bytes, all rows of the host. `copied` is the bytes of the
-        copy of the weights for drafts; 0 without one.
-        """
-        if decoder.pool is not None or not decoder.selecting or most < 1:
-            return None
         drafting = traffic
         if copied:  # a small copy on the device takes the place of the layers' weights
             read = traffic.weights - tree_bytes(weights.params["layers"]) + copied
             drafting = dataclasses.replace(traffic, weights=read, brought=0)
-        draft = self._seconds(drafting)
-        sizes = dict.fromkeys(("attended", "whole", "link"), host_rows)
-        verification = self._seconds(dataclasses.replace(traffic, index=0, **sizes))
-        if draft is None or verification is None:
-            return None
-        return forecast_rounds(draft, verification, most)
+        # A verification reads all rows of the host.
+        every = plan.host_cache * context // capacity
+        verifying = dataclasses.replace(traffic, index=0, attended=every, whole=every, link=every)
+        draft, verification = self._seconds(drafting), self._seconds(verifying)
+        assert draft is not None and verification is not None
+        rounds = forecast_rounds(draft, verification, most)
+        return dataclasses.replace(found, lossless=rounds)
 
     def _draft_bytes(self, settings: EngineOptions, decoder: Decoder) -> int:
         """Return the bytes of the copy of the weights for drafts; 0 without one."""
@@ -338,17 +313,14 @@ def model_shapes(architecture: Blueprint, conversion: Conversion) -> Any:
 def conversion_of(folder: Path, config: ModelConfig) -> Conversion:
     """Return the properties of a source's conversion, or those assumed without one."""
     wide = wide_matrices(folder, blueprint(config, jnp.float32))
-    if (folder / MANIFEST_FILE).exists():
-        return _read_conversion(folder, config, wide)
-    made = known_conversion(folder)
-    with contextlib.suppress(InputError):  # a damaged one is made again by `load`
+    made = folder if (folder / MANIFEST_FILE).exists() else known_conversion(folder)
+    try:
         if made is not None:
-            return _read_conversion(made, config, wide)
+            manifest, file = read_manifest(made), SafetensorsFile(made / SKEW_FILE)
+            losses = {} if manifest.skew == "none" else read_loss(file, config)
+            return Conversion(manifest.skew, manifest.speculate_from, losses, wide)
+    except InputError:
+        if made == folder:
+            raise
+        # `load` makes a damaged conversion in the cache again.
     return Conversion(DEFAULT_SKEW, DEFAULT_SOURCE, wide=wide, assumed=True)
-
-
-def _read_conversion(folder: Path, config: ModelConfig, wide: frozenset[str]) -> Conversion:
-    manifest = read_manifest(folder)
-    file = SafetensorsFile(folder / SKEW_FILE)
-    losses = {} if manifest.skew == "none" else read_loss(file, config)
-    return Conversion(manifest.skew, manifest.speculate_from, losses, wide)

@@ -14,30 +14,15 @@ from typing import Any
 
 from infinigen_jax.errors import EXTENSIONS, ParameterError, one_line
 from infinigen_jax.numeric import listed
-from infinigen_jax.policies.base import Policy
-from infinigen_jax.policies.full import Full
-from infinigen_jax.policies.h2o import H2O
-from infinigen_jax.policies.infinigen import InfiniGen
-from infinigen_jax.policies.infinigen_paper import InfiniGenPaper
-from infinigen_jax.policies.oracle import Oracle
-from infinigen_jax.policies.previous_query import PreviousQuery
-from infinigen_jax.policies.quest import Quest
-from infinigen_jax.policies.window import Window
-
-__all__ = [
-    "H2O",
-    "POLICIES",
-    "Full",
-    "InfiniGen",
-    "InfiniGenPaper",
-    "Oracle",
-    "Policy",
-    "PreviousQuery",
-    "Quest",
-    "Window",
-    "check_policy",
-    "find_policy",
-]
+from infinigen_jax.policies.base import Policy as Policy
+from infinigen_jax.policies.full import Full as Full
+from infinigen_jax.policies.h2o import H2O as H2O
+from infinigen_jax.policies.infinigen import InfiniGen as InfiniGen
+from infinigen_jax.policies.infinigen_paper import InfiniGenPaper as InfiniGenPaper
+from infinigen_jax.policies.oracle import Oracle as Oracle
+from infinigen_jax.policies.previous_query import PreviousQuery as PreviousQuery
+from infinigen_jax.policies.quest import Quest as Quest
+from infinigen_jax.policies.window import Window as Window
 
 ENTRY_POINTS = "infinigen_jax.policies"
 

@@ -1,18 +1,8 @@
 """Base of policies, which choose the cached rows that a layer attends to.
 
 A policy is a frozen dataclass (static under jit) with pure functions over device state. The engine
-keeps that state, one per layer on the host, and calls, in this order:
-
-    fitted(model, ...)           once: return the policy with its automatic settings resolved
-    prepare(model, layer)        once per layer: arrays for selection, in addition to its weights
-    init(config, batch, ...)     before prefill: empty state
-    append(...)                  add the keys of a prompt chunk, or of a flushed recent window
-    observe_queries(...)         after `append` of a chunk, if it `observes`: the chunk's queries
-    select(...)                  in each step: choose the rows that a layer requests
-    own_rest(...)                in each step, if it has a `tail_block` and `select` gives no rest
-    observe(...)                 in each step after attention, if it `observes`
-
-A policy derived from `Budgeted` needs `name` and `select`, and with a state `init` and `append`.
+keeps that state, one per layer on the host; docs/policies.md has the order of its calls. A policy
+derived from `Budgeted` needs `name` and `select`, and with a state `init` and `append`.
 """
 
 import dataclasses
@@ -45,15 +35,17 @@ from infinigen_jax.speculation.query import partial_keys
 if TYPE_CHECKING:
     from infinigen_jax.loading.load import Model
 
+Keys = Float[Array, "b k n d"]
+PoolSlots = Int[Array, "b k n"]
+
 
 class Policy:
-    """Base of all policies, with common defaults; see the module's docstring.
+    """Base of all policies, with common defaults.
 
     Attributes:
         name: name on the command line.
         sinks: number of first tokens that stay on the device.
-        window: number of most recent tokens that stay on the device, including the current one;
-            at least 1.
+        window: most recent tokens that stay on the device, including the current one; at least 1.
         dense_layers: leading layers that stay on the device in full, unless set on the engine;
             None uses the model's measured `Model.dense_layers`.
         lead: 1 if `select` sees the attention input of the previous layer, so that the transfer
@@ -61,18 +53,16 @@ class Policy:
         source: hidden state that `select` sees with `lead` 1, one of `settings.policy.SOURCES`:
             the previous layer's attention "input"; or the hidden state after attention to its
             "resident" rows alone, normalised with the selected layer's parameters.
-        observes: whether the engine calls `observe` and stores the state that it returns. Not
-            supported with a `lead` of 0 or a `tail_block`.
+        observes: whether `observe` and `observe_queries` are called; needs a `lead` of 1 and no
+            `tail_block`.
         reuses: default of the engine's hot set: whether fetched rows stay on the device.
         paged: whether the selection depends on when rows were flushed, as with pages filled row
             by row. A sequence then joins a batch only at a flush.
         pools: whether the host cache may be limited (`cache.pool`). The policy's state must then
             be indexed by slot and independent of positions.
-        has_tail: whether requests carry `Request.rest`, the weight of the rows left out, for the
-            tail.
-        tail_block: number of positions in a block of the tail, which has one mean per block.
-            Blocks are scored by `own_rest` unless `Request.rest` is set. 0 for one mean or no
-            tail.
+        has_tail: whether attention includes the weight of the rows left out, `Request.rest`.
+        tail_block: number of positions that share one mean, scored by `own_rest` unless `select`
+            returns a `Request.rest`. 0 for one mean of all or no tail.
     """
 
     name: ClassVar[str]
@@ -90,31 +80,31 @@ class Policy:
 
     def check(self) -> None:
         """Raise ParameterError if flags of the policy are wrong or exclude each other."""
+        problem = ""
         if self.lead not in (0, 1):
-            raise ParameterError("policy", f"its `lead` is {self.lead}; use 0 or 1", self.name)
-        if self.source not in SOURCES:
+            problem = f"its `lead` is {self.lead}; use 0 or 1"
+        elif self.source not in SOURCES:
             problem = f"its `source` is {self.source}; use {listed(SOURCES)}"
+        elif self.observes and not self.lead:
+            problem = "one that `observes` needs a `lead` of 1"
+        elif self.observes and self.tail_block:
+            problem = "one that `observes` has no `tail_block`; use one mean or no tail"
+        if problem:
             raise ParameterError("policy", problem, self.name)
         if self.dense_layers is not None:
             check_range("policy.dense_layers", self.dense_layers, 0)
-        if self.observes and not self.lead:
-            raise ParameterError("policy", "one that `observes` needs a `lead` of 1", self.name)
-        if self.observes and self.tail_block:
-            problem = "one that `observes` has no `tail_block`; use one mean or no tail"
-            raise ParameterError("policy", problem, self.name)
 
     def streams(self, layer: int) -> bool:
-        """Whether this layer, if on the host, attends to all its rows, block by block.
+        """Whether this layer of the model, if on the host, attends to all its rows by block.
 
-        A streamed layer selects nothing and has no state. `layer` is its number in the model.
+        It then selects nothing and has no state.
         """
         return False
 
     def request_size(self, capacity: int) -> int:
         """Return the static number of rows in a request per sequence, KV head and layer.
 
-        Args:
-            capacity: number of slots of the host cache: tokens it can hold, or rows of a pool.
+        `capacity` is the number of slots of the host cache: tokens it can hold, or rows of a pool.
         """
         raise NotImplementedError
 
@@ -147,12 +137,7 @@ class Policy:
         return ()
 
     def append(
-        self,
-        weights: Params,
-        state: Any,
-        keys: Float[Array, "b k n d"],
-        span: Span,
-        slots: Int[Array, "b k n"] | None = None,
+        self, weights: Params, state: Any, keys: Keys, span: Span, slots: PoolSlots | None = None
     ) -> Any:
         """Add the keys of some tokens to the state; the result must not depend on padding.
 
@@ -161,23 +146,22 @@ class Policy:
 
         Args:
             weights: arrays from `prepare`.
-            keys: keys of the tokens, rotated.
+            keys: [b, k, n, d], rotated.
             span: positions of the tokens. For a pool's prompt, slots: all, from the first; those in
                 use, at the front, are the only ones with a meaning.
-            slots: with a pool after the prompt, slot of each row, replacing the entry of the slot's
-                earlier row; t for a token that is left out.
+            slots: with a pool after the prompt, slot of each row [b, k, n], replacing the entry of
+                the slot's earlier row; t for a token that is left out.
         """
         return state
 
     def observe_queries(
         self, state: Any, queries: Float[Array, "b c h d"], mass: Float[Array, "b k t"], span: Span
     ) -> Any:
-        """Update the state with a chunk's queries; called only if the policy `observes`.
+        """Update the state after `append` of a prompt chunk, if the policy `observes`.
 
         Args:
             queries: queries of the chunk, scaled and rotated.
             mass: attention weight of each slot, summed over these queries.
-            span: positions of the chunk's tokens.
         """
         return state
 
@@ -186,7 +170,7 @@ class Policy:
         raise NotImplementedError
 
     def observe(self, state: Any, attended: Attended) -> Any:
-        """Update the state with the attended rows; called only if the policy `observes`."""
+        """Update the state after the attention of a step, if the policy `observes`."""
         return state
 
     def own_rest(
@@ -197,7 +181,7 @@ class Policy:
         request: Request,
         positions: Int[Array, " b"],
     ) -> Rest:
-        """Return an approximate `log_rest` of each `tail_block`, from the layer's own query."""
+        """Return an approximate `log_rest` of each `tail_block`, if `select` returned no rest."""
         raise NotImplementedError
 
     def tail_values(
@@ -205,8 +189,7 @@ class Policy:
     ) -> Float[Array, "b k n d"]:
         """Return the values of rows (K and V concatenated) that the tail sums.
 
-        A policy may subtract the part of a value that it predicts from the index; `Rest.entry` then
-        restores it.
+        It may leave out the part that it predicts from the index, which `Rest.entry` restores.
         """
         return values_of(rows)
 
@@ -280,16 +263,14 @@ class Budgeted(BudgetSettings, Policy):
         mode: str = "head",
         masked: bool = False,
     ) -> Request:
-        """Select rows as `choose` does, without a lookup; see `selection.select`."""
+        """Select rows as `choose` does, without a lookup."""
         scores = scores.astype(jnp.float32)  # as the kernel reads them
         capacity = scores.shape[3]
         most = self.most_rows(positions, capacity, held, share)
         by_position = held is None  # required by the kernel
         if cuda.in_use() and by_position and mode == "head" and scores.shape[2] <= calls.MAX_GROUP:
-            slots, count = calls.select_rows(
-                scores, positions, most, size, alpha, self.sinks, self.window
-            )
-            return Request(slots, count)
+            given = scores, positions, most, size, alpha, self.sinks, self.window
+            return Request(*calls.select_rows(*given))
         eligible = None if masked else self.eligible(positions, capacity, held)
         return select(scores, eligible, alpha, most, size, mode)
 
@@ -306,13 +287,8 @@ class Indexed(Budgeted):
         return self.index_format(config.head_dim).empty(batch, config.num_kv_heads, capacity)
 
     def append(
-        self,
-        weights: Params,
-        state: Shaped[Array, "b k w t"],
-        keys: Float[Array, "b k n d"],
-        span: Span,
-        slots: Int[Array, "b k n"] | None = None,
-    ) -> Shaped[Array, "b k w t"]:
+        self, weights: Params, state: Any, keys: Keys, span: Span, slots: PoolSlots | None = None
+    ) -> Any:
         index = self.index_format(keys.shape[3])
         entries = index.encode(partial_keys(weights, keys, index.columns))
         return write_entries(state, entries, span, slots)

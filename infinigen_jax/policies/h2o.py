@@ -17,6 +17,7 @@ from infinigen_jax.ops.span import Span
 from infinigen_jax.policies.base import Attended, Budgeted, Lookup
 from infinigen_jax.selection.select import Request
 
+Sums = Float[Array, "b k t"]
 EVICTED = -jnp.inf
 
 
@@ -27,22 +28,18 @@ class H2O(Budgeted):
     name: ClassVar[str] = "h2o"
     observes: ClassVar[bool] = True
 
-    def init(self, config: ModelConfig, batch: int, capacity: int) -> Float[Array, "b k t"]:
+    def init(self, config: ModelConfig, batch: int, capacity: int) -> Sums:
         return jnp.zeros((batch, config.num_kv_heads, capacity), jnp.float32)
 
     def observe_queries(
-        self,
-        state: Float[Array, "b k t"],
-        queries: Float[Array, "b c h d"],
-        mass: Float[Array, "b k t"],
-        span: Span,
-    ) -> Float[Array, "b k t"]:
+        self, state: Sums, queries: Float[Array, "b c h d"], mass: Sums, span: Span
+    ) -> Sums:
         return state + mass
 
     def select(self, lookup: Lookup) -> Request:
         return self.choose(lookup.state[:, :, None], lookup)
 
-    def observe(self, state: Float[Array, "b k t"], attended: Attended) -> Float[Array, "b k t"]:
+    def observe(self, state: Sums, attended: Attended) -> Sums:
         capacity = state.shape[2]
         # Padding is slot 0 with weight 0.
         state = by_head(state, attended.slots).add(attended.weights, mode="drop")

@@ -22,8 +22,7 @@ from infinigen_jax.models.base import Params
 from infinigen_jax.ops.compaction import marked_words
 from infinigen_jax.ops.used_slots import over_used, padded
 from infinigen_jax.policies.base import Indexed, Lookup
-from infinigen_jax.selection.rest import log_rest
-from infinigen_jax.selection.select import Request, Rest
+from infinigen_jax.selection.select import Request, Rest, log_rest
 from infinigen_jax.settings.policy import SOURCES, InfiniGenSettings
 from infinigen_jax.speculation.index import IndexFormat
 from infinigen_jax.speculation.query import (
@@ -143,46 +142,28 @@ class InfiniGen(InfiniGenSettings, Indexed):
         config, weights, state = lookup.config, lookup.weights, lookup.state
         index = self.index_format(config.head_dim)
         true = None if self.lead else lookup.query
+        # The GPU kernel for selection applies the mask itself.
+        masked, capacity = not cuda.in_use(), state.shape[-1]
         with jax.named_scope("speculate"):
+            eligible = self.eligible(lookup.positions, capacity, lookup.held)
             if true is None:
                 inputs = lookup.layer, weights, lookup.a, lookup.positions, index.columns
                 query = speculate_query(config, *inputs)
             else:
                 query = own_query(weights, true, index.columns)
-            # The GPU kernel for selection applies the mask itself.
-            masked, capacity = not cuda.in_use(), state.shape[-1]
-            eligible = self.eligible(lookup.positions, capacity, lookup.held) if masked else None
-            scores = index.scores(query, state, eligible, soft_cap(weights, query, true))
+            cap = soft_cap(weights, query, true)
+            scores = index.scores(query, state, eligible if masked else None, cap)
         with jax.named_scope("select"):
             request = self.choose(scores, lookup, self.alpha, self.count, masked)
+        if not self.tail or (self.tail_block and true is None):  # blocks: see `own_rest`
+            return request
         with jax.named_scope("tail"):
-            return request._replace(rest=self._rest(lookup, scores, request, true, masked))
-
-    def _rest(
-        self,
-        lookup: Lookup,
-        scores: Float[Array, "b k g t"],
-        request: Request,
-        query: Float[Array, "b k g d"] | None,
-        masked: bool,
-    ) -> Rest | None:
-        """Summarise the rows that are not requested, for the tail; None if this is done later.
-
-        `query` is the true query if the scores were computed with it.
-        """
-        weights, state, held = lookup.weights, lookup.state, lookup.held
-        positions, capacity = lookup.positions, scores.shape[3]
-        if not self.tail or (self.tail_block and query is None):
-            return None
-        eligible = None if masked else self.eligible(positions, capacity, held)
-        if not self.tail_block:
-            return log_rest(scores, eligible, request)
-        assert query is not None
-        entries = None
-        if columns := _predicting(weights):
-            index = self.index_format(query.shape[-1])
-            entries = functools.partial(index.sums, index=state, columns=columns)
-        return log_rest(scores, eligible, request, capacity // self.tail_block, entries)
+            blocks = capacity // self.tail_block if self.tail_block else 1
+            entries = None
+            if columns := _predicting(weights):
+                entries = functools.partial(index.sums, index=state, columns=columns)
+            rest = log_rest(scores, None if masked else eligible, request, blocks, entries)
+            return request._replace(rest=rest)
 
     def own_rest(
         self,

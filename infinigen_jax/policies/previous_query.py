@@ -4,14 +4,14 @@ For study: like the oracle it keeps every key on the device.
 """
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from infinigen_jax.models.base import ModelConfig, Params
 from infinigen_jax.ops.span import Span
-from infinigen_jax.policies.base import Attended, Lookup
+from infinigen_jax.policies.base import Attended, Keys, Lookup, PoolSlots
 from infinigen_jax.policies.oracle import Oracle
 from infinigen_jax.selection.select import Request
 
@@ -32,21 +32,14 @@ class PreviousQuery(Oracle):
 
     name: ClassVar[str] = "previous-query"
     observes: ClassVar[bool] = True
-
-    @property
-    def lead(self) -> int:
-        return 1
+    lead: ClassVar[int] = 1
 
     def init(self, config: ModelConfig, batch: int, capacity: int) -> Remembered:
         shape = (batch, config.num_kv_heads, config.group_size, config.head_dim)
         return Remembered(super().init(config, batch, capacity), jnp.zeros(shape, jnp.float32))
 
     def observe_queries(
-        self,
-        state: Remembered,
-        queries: Float[Array, "b c h d"],
-        mass: Float[Array, "b k t"],
-        span: Span,
+        self, state: Any, queries: Float[Array, "b c h d"], mass: Float[Array, "b k t"], span: Span
     ) -> Remembered:
         last = jnp.maximum(span.count - 1, 0)[:, None, None, None]
         last = jnp.take_along_axis(queries, last, axis=1).reshape(state.query.shape)
@@ -60,11 +53,6 @@ class PreviousQuery(Oracle):
         return state._replace(query=attended.query.astype(jnp.float32))
 
     def append(
-        self,
-        weights: Params,
-        state: Remembered,
-        keys: Float[Array, "b k n d"],
-        span: Span,
-        slots: Int[Array, "b k n"] | None = None,
+        self, weights: Params, state: Any, keys: Keys, span: Span, slots: PoolSlots | None = None
     ) -> Remembered:
         return state._replace(keys=super().append(weights, state.keys, keys, span, slots))

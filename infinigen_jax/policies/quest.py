@@ -10,14 +10,14 @@ import dataclasses
 from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from infinigen_jax.models.base import ModelConfig, Params
 from infinigen_jax.numeric import OneOf
 from infinigen_jax.ops.attention import soft_capped
 from infinigen_jax.ops.indexing import by_head
 from infinigen_jax.ops.span import Span
-from infinigen_jax.policies.base import Budgeted, Lookup
+from infinigen_jax.policies.base import Budgeted, Keys, Lookup, PoolSlots
 from infinigen_jax.selection.select import Request, group_rank
 from infinigen_jax.settings.policy import BLOCKS
 from infinigen_jax.settings.setting import setting
@@ -57,12 +57,7 @@ class Quest(Budgeted):
         return self.choose(rank[:, :, None], lookup)
 
     def append(
-        self,
-        weights: Params,
-        state: Bounds,
-        keys: Float[Array, "b k n d"],
-        span: Span,
-        slots: Int[Array, "b k n"] | None = None,
+        self, weights: Params, state: Bounds, keys: Keys, span: Span, slots: PoolSlots | None = None
     ) -> Bounds:
         n = keys.shape[2]
         keys = keys.astype(jnp.float32)

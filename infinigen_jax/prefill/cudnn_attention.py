@@ -23,10 +23,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from infinigen_jax import cuda
 from infinigen_jax.cuda.first_use import OFF, SWITCH
-from infinigen_jax.errors import one_line
 from infinigen_jax.ops.attention import Softmax, join_softmax
-from infinigen_jax.prefill.prior_rows import NOWHERE, Block, ChunkAttention, PriorRows, Rows
+from infinigen_jax.prefill.prior_rows import NOWHERE, ChunkAttention, PriorRows, Rows
 
 logger = logging.getLogger(__name__)
 
@@ -43,15 +43,12 @@ def usable(
     window: int | None = None,
 ) -> bool:
     """Whether attention of these queries, traced now, should use the kernel."""
-    if jax.default_backend() != "gpu" or q.dtype.itemsize != 2 or q.shape[-1] % 8:
-        return False
-    mesh = jax.typeof(q).sharding.mesh
-    if not mesh.empty and mesh.size > 1:
+    mesh, d = jax.typeof(q).sharding.mesh, q.shape[-1]
+    if jax.default_backend() != "gpu" or q.dtype.itemsize != 2 or d % 8 or mesh.size > 1:
         return False
     dtype, block = q.dtype.name, None if prior is None else prior.size
-    if unavailable(dtype, q.shape[-1], window is not None) is not None:
-        return False
-    return refusal(dtype, q.shape, kv_heads, block, window) is None
+    reason = unavailable(dtype, d, window is not None)
+    return (reason or refusal(dtype, q.shape, kv_heads, block, window)) is None
 
 
 @functools.cache
@@ -65,14 +62,12 @@ def unavailable(dtype: str, head_dim: int, windowed: bool = False) -> str | None
     try:
         with jax.ensure_compile_time_eval(), jax.transfer_guard("allow"):
             error = _error(jnp.dtype(dtype), head_dim, CHECKED_WINDOW if windowed else None)
-    except Exception as raised:  # the type depends on the missing component
-        reason = one_line(str(raised)) or type(raised).__name__
-    else:
         if error < 1:  # False for NaN
             return None
         reason = f"differs from plain attention by {error:.2g} times its tolerance"
-    _warn(f"{dtype}, heads of {head_dim}", reason)
-    return reason
+    except Exception as raised:  # the type depends on the missing component
+        reason = cuda.reason_of(raised)
+    return _refused(f"{dtype}, heads of {head_dim}", reason)
 
 
 @functools.cache
@@ -101,14 +96,13 @@ def refusal(
         for kernel, rows, *mask in calls:
             jax.jit(kernel).lower(q, rows, rows, *mask).compile()
     except Exception as raised:  # any type
-        reason = one_line(str(raised)) or type(raised).__name__
-        _warn(f"{dtype} queries {list(shape)}", reason)
-        return reason
+        return _refused(f"{dtype} queries {list(shape)}", cuda.reason_of(raised))
     return None
 
 
-def _warn(what: str, reason: str) -> None:
+def _refused(what: str, reason: str) -> str:
     logger.warning("attention of prompts by XLA, not cuDNN (%s): %s", what, reason)
+    return reason
 
 
 def attend(
@@ -133,36 +127,31 @@ def _attend_prior(
 ) -> Softmax:
     """Attend to the blocks before the chunk as well; the next one is read meanwhile."""
 
-    def visit(number: Array, carry: tuple[Softmax, Rows], whole: bool) -> tuple[Softmax, Rows]:
+    def visit_whole(number: Array, carry: tuple[Softmax, Rows]) -> tuple[Softmax, Rows]:
         state, rows = carry
         next_rows = prior.rows(number + 1)
-        if whole:
-            part = _kernel(q, rows.keys, rows.values)
-        else:
-            part = _attend_block(prior.placed(number, rows), prior, window, q)
-        return join_softmax(state, part), next_rows
+        return join_softmax(state, _kernel(q, *rows)), next_rows
+
+    def visit(number: Array, carry: tuple[Softmax, Rows]) -> tuple[Softmax, Rows]:
+        state, rows = carry
+        next_rows = prior.rows(number + 1)
+        block = prior.placed(number, rows)
+        visible = (block.positions < NOWHERE)[:, None, None]
+        # The mask is added to the scores, so keys in unwritten slots must not be NaN.
+        keys = jnp.where(visible.swapaxes(2, 3), block.keys, 0)
+        if window is not None:
+            row = prior.start[:, None] + jnp.arange(q.shape[2], dtype=jnp.int32)[None]
+            distance = row[:, None, :, None] - block.positions[:, None, None]
+            visible = visible & (distance < window)
+        mask = jnp.broadcast_to(visible, (q.shape[0], 1, q.shape[2], keys.shape[2]))
+        return join_softmax(state, _kernel(q, keys, block.values, mask=mask)), next_rows
 
     first = jnp.int32(0)
     carry = (state, prior.rows(first))
     # With a sliding window every block may need a mask.
     whole = first if window is not None else prior.whole_blocks
-    carry = lax.fori_loop(first, whole, functools.partial(visit, whole=True), carry)
-    carry = lax.fori_loop(whole, prior.blocks, functools.partial(visit, whole=False), carry)
-    return carry[0]
-
-
-def _attend_block(
-    block: Block, prior: PriorRows, window: int | None, q: Float[Array, "b h c d"]
-) -> Softmax:
-    visible = (block.positions < NOWHERE)[:, None, None]
-    # The mask is added to the scores, so keys in unwritten slots must not be NaN.
-    keys = jnp.where(visible.swapaxes(2, 3), block.keys, 0)
-    if window is not None:
-        row = prior.start[:, None] + jnp.arange(q.shape[2], dtype=jnp.int32)[None]
-        distance = row[:, None, :, None] - block.positions[:, None, None]
-        visible = visible & (distance < window)
-    mask = jnp.broadcast_to(visible, (q.shape[0], 1, q.shape[2], keys.shape[2]))
-    return _kernel(q, keys, block.values, mask=mask)
+    carry = lax.fori_loop(first, whole, visit_whole, carry)
+    return lax.fori_loop(whole, prior.blocks, visit, carry)[0]
 
 
 def _kernel(
@@ -203,29 +192,25 @@ def _error(dtype: Any, head_dim: int, window: int | None) -> float:
     def draw(tokens: int, heads: int, scale: float = 1.0) -> Any:
         return jnp.asarray(random.normal(0, scale, (b, heads, tokens, head_dim)), dtype)
 
-    q, chunk_rows = draw(c, h, head_dim**-0.5), (draw(c, k), draw(c, k))
-    written = (np.arange(capacity) < start[:, None])[:, None, :, None]
-    before = tuple(jnp.where(written, draw(capacity, k), jnp.nan) for _ in range(2))
+    # Keys and values: slots before the chunk, some of them unwritten, and then the chunk's own.
+    q, all_rows = draw(c, h, head_dim**-0.5), [draw(capacity + c, k) for _ in range(2)]
+    written = np.arange(capacity) < start[:, None]
+    before = [jnp.where(written[:, None, :, None], x[:, :, :capacity], jnp.nan) for x in all_rows]
+    chunk = [x.swapaxes(1, 2) for x in (q, *(x[:, :, capacity:] for x in all_rows))]
 
     def read(at: Array, size: int) -> tuple[Array, Array]:
         keys, values = (lax.dynamic_slice_in_dim(x, at, size, axis=2) for x in before)
         return keys, values
 
     prior = PriorRows(read, size, capacity, jnp.asarray(start))
-    attention = jax.jit(functools.partial(attend, prior, window))
-    result = attention(*(x.swapaxes(1, 2) for x in (q, *chunk_rows)))
-    seen_rows = [np.where(written, x, 0) for x in before]
-    rows = [
-        np.concatenate(x, axis=2, dtype=np.float64) for x in zip(seen_rows, chunk_rows, strict=True)
-    ]
-    keys, values = (np.repeat(x, h // k, axis=1) for x in rows)
+    result = jax.jit(functools.partial(attend, prior, window))(*chunk)
+    q, keys, values = (np.asarray(x, np.float64) for x in (q, *all_rows))
+    keys, values = (np.repeat(x, h // k, axis=1) for x in (keys, values))
     row = start[:, None] + np.arange(c)
-    column = np.where(written[:, 0, :, 0], np.arange(capacity), NOWHERE)
-    distance = row[:, :, None] - np.concatenate([column, row], axis=1)[:, None]
+    column = np.concatenate([np.where(written, np.arange(capacity), NOWHERE), row], axis=1)
+    distance = row[:, :, None] - column[:, None]
     visible = ((distance >= 0) & (distance < (window or NOWHERE)))[:, None]
-    scores = np.where(
-        visible, np.einsum("bhcd,bhnd->bhcn", np.asarray(q, np.float64), keys), -np.inf
-    )
+    scores = np.where(visible, np.einsum("bhcd,bhnd->bhcn", q, keys), -np.inf)
     log_sum = np.log(np.sum(np.exp(scores), axis=-1))
     output = np.einsum("bhcn,bhnd->bchd", np.exp(scores - log_sum[..., None]), values)
     log_sum = log_sum.swapaxes(1, 2)

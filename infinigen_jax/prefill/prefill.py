@@ -19,7 +19,7 @@ length is therefore fixed, independent of the longest sequence. Every policy att
 during prefill.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +33,6 @@ from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Weights
 from infinigen_jax.decode.steps import flush_cache, host_numbers, steps
 from infinigen_jax.errors import InputError
-from infinigen_jax.models import Params
 from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill import compiled as programs
 from infinigen_jax.settings.engine import CHUNK_UNIT
@@ -45,7 +44,6 @@ LONG_CHUNK = 4096  # most tokens elsewhere: rows cross the bus, and more queries
 Notify = Callable[[int, int], None]  # (tokens read of the longest sequence, its length)
 # Arguments: stage, its output [b, c, e], each sequence's first position and number of tokens.
 Look = Callable[[int, Array, Array, Array], None]
-ComputeLayer = Callable[[int, Params, Array, tuple[Params, ...]], tuple[Array, Any]]
 
 
 class Prefilled(NamedTuple):
@@ -78,10 +76,17 @@ def prefill(
         notify: called after each chunk, if there are several.
         look: called with every stage's output for every chunk, see `decode.finite_check.Places`.
     """
-    batch = prompts.shape[0]
-    cache = empty_cache(decoder, batch, capacity, slots)
+    cache = empty_cache(decoder, prompts.shape[0], capacity, slots)
     if cache.host is not None and decoder.pool is not None:
-        cache = _with_pool(decoder, cache, np.asarray(lengths))
+        # Each layer has a pool of its own, prepared for these prompts.
+        at = Placement(decoder.mesh)
+        placed = jax.device_put(np.asarray(lengths).astype(np.int32), at.batch)
+        pool = programs.pool(decoder, placed, slots=cache.host.shape[3])
+        streams = [decoder.streams(number) for number in range(decoder.host_layers)]
+        cache = cache._replace(
+            hot=tuple(None if s else programs.kept(decoder, pool) for s in streams),
+            pool=tuple(pool.copy() for _ in streams),
+        )
     return _read(decoder, weights, cache, prompts, lengths, chunk, notify, look)
 
 
@@ -95,7 +100,7 @@ def extend(
     notify: Notify | None = None,
     look: Look | None = None,
 ) -> Prefilled:
-    """Add tokens to the sequences of a cache.
+    """Add tokens to the sequences of a cache; all rows are on the host afterwards.
 
     Args:
         cache: from `prefill`, `extend` or decode steps; its arrays are donated. Each sequence's
@@ -103,9 +108,6 @@ def extend(
         tokens: token ids, padded on the right.
         counts: tokens that each sequence gets. A sequence with none is unchanged, and its next
             token is meaningless.
-
-    Returns:
-        The new state. All rows are on the host: the next flush is due in `window` steps.
     """
     if decoder.pool is not None:
         raise InputError("a cache with a limit cannot be extended; leave the pool out")
@@ -158,18 +160,6 @@ def empty_cache(
     return cache._replace(host=host)
 
 
-def _with_pool(decoder: Decoder, cache: Cache, lengths: np.ndarray) -> Cache:
-    """Prepare the pools of an empty cache for these prompts."""
-    assert cache.host is not None
-    placed = jax.device_put(lengths.astype(np.int32), Placement(decoder.mesh).batch)
-    pool = programs.pool(decoder, placed, slots=cache.host.shape[3])
-    streams = [decoder.streams(number) for number in range(decoder.host_layers)]
-    return cache._replace(
-        hot=tuple(None if s else programs.kept(decoder, pool) for s in streams),
-        pool=tuple(pool.copy() for _ in streams),
-    )
-
-
 def _read(
     decoder: Decoder,
     weights: Weights,
@@ -181,12 +171,17 @@ def _read(
     look: Look | None,
 ) -> Prefilled:
     """Add tokens to a cache whose rows are all on the host."""
-    at = Placement(decoder.mesh)
     tokens, counts = np.asarray(tokens), np.asarray(counts)
     longest = int(counts.max())
-    size = min(chunk_for(decoder, len(tokens), longest, chunk), _room(decoder, cache))
+    # The slots of the smallest cache that is neither ring nor pool.
+    room = [x.keys.shape[2] for x in cache.local if isinstance(x, DenseLayer)]
+    if cache.host is not None and decoder.pool is None:
+        room.append(cache.host.shape[3])
+    size = chunk_for(decoder, len(tokens), longest, chunk)
+    size = min(size, min(room, default=decoder.config.max_positions))
     tokens = np.pad(tokens[:, :longest], ((0, 0), (0, -longest % size)))
-    last, lengths = None, jax.device_put(np.asarray(cache.lengths) + counts, at.batch)
+    lengths = jax.device_put(np.asarray(cache.lengths) + counts, Placement(decoder.mesh).batch)
+    last = None
     for begin in range(0, longest, size):
         count, piece = np.clip(counts - begin, 0, size), tokens[:, begin : begin + size]
         cache, last = read_chunk(decoder, weights, cache, piece, count, lengths, last, look)
@@ -209,14 +204,13 @@ def read_chunk(
 ) -> tuple[Cache, Float[Array, "b e"]]:
     """Add one chunk to a cache whose rows are all on the host, without waiting.
 
+    Return the cache, and the last layer's output for the last token of each sequence so far.
+
     Args:
         cache: cache that is extended; its arrays are donated.
         tokens: the chunk's tokens, padded on the right; each sequence has `counts` of them.
         lengths: length of each sequence after its last chunk.
-        last: output of each sequence's last token in the chunk before; None for the first chunk.
-
-    Returns:
-        The cache, and the last layer's output for the last token of each sequence so far.
+        last: this output in the chunk before; None for the first chunk.
     """
     chunks, at = decoder.of_chunks, Placement(decoder.mesh)
     if last is None:
@@ -225,17 +219,19 @@ def read_chunk(
     span = Span(cache.lengths, jax.device_put(counts.astype(np.int32), at.batch))
     placed, size = jax.device_put(tokens, at.batch), tokens.shape[1]
     x = programs.embed(chunks, weights.params["embedding"], placed, span, size=size)
-    x, cache = _layers(decoder, weights, cache, x, span, lengths, look)
+
+    def compute(params: Any, x: Array, local: Any, hosted: Any, *others: Any, **static: Any) -> Any:
+        local = None if hosted else local  # rings differ by policy; the programs do not
+        return programs.read_layer(chunks, params, x, local, hosted, *others, **static)
+
+    store = RowStore(decoder, weights, cache)
+    layers = through_layers(compute, decoder, weights, store, x, look, span, lengths)
+    for i, output, rows, observations in layers:
+        x = output
+        store.keep(i, rows, span, observations)
+        del rows, observations  # so that the next layer is computed without them
     newest, ends = programs.last_outputs(chunks, x, span, last)
-    return cache._replace(lengths=ends), newest
-
-
-def _room(decoder: Decoder, cache: Cache) -> int:
-    """Return the slots of the smallest cache that is neither ring nor pool."""
-    room = [x.keys.shape[2] for x in cache.local if isinstance(x, DenseLayer)]
-    if cache.host is not None and decoder.pool is None:
-        room.append(cache.host.shape[3])
-    return min(room, default=decoder.config.max_positions)
+    return store.cache()._replace(lengths=ends), newest
 
 
 class RowStore:
@@ -247,26 +243,25 @@ class RowStore:
         self.local, self.states = list(cache.local), list(cache.states)
         self.scales = list(cache.scales)
 
-    def keep(
-        self, layer: int, rows: Float[Array, "b k c w"], span: Span, observations: Any
-    ) -> None:
-        """Store a layer's rows; see `layer.keep_rows`."""
-        number = self._decoder.host_number(layer)
+    def hosted(self, number: int) -> programs.Hosted:
+        """Return the rows of a host layer."""
+        assert self.host is not None
+        return self.host, host_numbers(self._decoder)[number], self.scales[number]
+
+    def keep(self, layer: int, rows: Array, span: Span, observations: Any) -> None:
+        """Store a layer's rows; see `compiled.keep`."""
+        decoder, number = self._decoder, self._decoder.host_number(layer)
         if number < 0:
-            chunks, local = self._decoder.of_chunks, self.local[layer]
+            chunks, local = decoder.of_chunks, self.local[layer]
             self.local[layer] = programs.keep_on_device(chunks, local, rows, span)
             return
-        kept = self.local[layer], self.states[number], self.scales[number], self.host
+        pool = self._cache.pool[number] if self._cache.pool else None
         new = programs.keep(
-            self._decoder,
-            self._policy[number],
-            rows,
-            span,
-            *kept,
-            host_numbers(self._decoder)[number],
-            observations,
-            self._cache.pool[number] if self._cache.pool else None,
-            streams=self._decoder.streams(number),
+            decoder,
+            *(self._policy[number], rows, span),
+            *(self.local[layer], self.states[number], self.scales[number], self.host),  # donated
+            *(host_numbers(decoder)[number], observations, pool),
+            streams=decoder.streams(number),
         )
         self.local[layer], self.states[number], self.scales[number], self.host = new
 
@@ -276,58 +271,39 @@ class RowStore:
         return self._cache._replace(host=self.host, scales=tuple(self.scales), **layers)
 
 
-def through_layers(decoder: Decoder, weights: Weights, x: Array, compute: ComputeLayer) -> Array:
-    """Compute all layers in turn; those in host memory arrive during the layer before.
+def through_layers(
+    compute: Callable[..., Any],
+    decoder: Decoder,
+    weights: Weights,
+    store: RowStore,
+    x: Array,
+    look: Look | None,
+    span: Span,
+    *others: Array,
+) -> Iterator[tuple[int, Array, Array, Any]]:
+    """Compute all layers in turn; yield number, output, rows and observations of each.
 
-    `compute` maps a layer's number, its parameters, its input, and the next layer's parameters if
-    they are in host memory to the layer's output and the copy of those parameters.
+    Weights in host memory arrive during the layer before. `compute` has the results of
+    `compiled.read_layer`, and its parameters after the decoder up to `stored`; then come `span` and
+    `others`. A layer's rows may be stored
+    before the next one is computed, by another program: in one program XLA would copy the whole
+    cache between reading prior rows and writing new ones.
     """
     layers, upcoming = weights.params["layers"], None
+    look = look or (lambda stage, x, start, count: None)
+    look(0, x, *span)
     for i, params in enumerate(layers):
         stored = tuple(layers[i + 1 : i + 2]) if decoder.weights_on_host else ()
         if upcoming is None and decoder.weights_on_host:
             upcoming, x = programs.bring(decoder.of_chunks, in_host_memory(params), x)
         if upcoming is not None:
             params = merged(params, upcoming)
-        x, upcoming = compute(i, params, x, stored)
-    return x
-
-
-def _layers(
-    decoder: Decoder,
-    weights: Weights,
-    cache: Cache,
-    x: Array,
-    span: Span,
-    lengths: Int[Array, " b"],
-    look: Look | None,
-) -> tuple[Array, Cache]:
-    """Compute all layers over a chunk.
-
-    Reading prior rows and writing the chunk's rows are two programs: in one program XLA would
-    copy the whole cache between them.
-    """
-    chunks, store = decoder.of_chunks, RowStore(decoder, weights, cache)
-    look = look or (lambda stage, x, start, count: None)
-    look(0, x, *span)
-
-    def compute(i: int, params: Params, x: Array, stored: tuple[Params, ...]) -> tuple[Array, Any]:
-        number, observations = decoder.host_number(i), None
-        if number < 0:
-            window = decoder.config.window_of(i)
-            x, rows, upcoming = programs.device_layer(
-                chunks, params, x, store.local[i], span, lengths, stored, window=window
-            )
-        else:
-            at = host_numbers(decoder)[number]
-            observed = decoder.policy.observes and not decoder.streams(number)
-            cached = store.scales[number], store.host, at, span, lengths
-            x, rows, *seen, upcoming = programs.host_layer(
-                chunks, params, x, *cached, stored, observed=observed
-            )
-            observations = tuple(seen) if observed else None
-        store.keep(i, rows, span, observations)
+        number, window = decoder.host_number(i), decoder.config.window_of(i)
+        observed = number >= 0 and decoder.policy.observes and not decoder.streams(number)
+        cached = store.local[i], store.hosted(number) if number >= 0 else None
+        x, rows, *seen, upcoming = compute(
+            params, x, *cached, stored, span, *others, window=window, observed=observed
+        )
         look(i + 1, x, *span)
-        return x, upcoming
-
-    return through_layers(decoder, weights, x, compute), store.cache()
+        yield i, x, rows, tuple(seen) if observed else None
+        del rows, seen

@@ -10,25 +10,19 @@ from jaxtyping import Array, Float, Int
 BLOCK = 1024  # tokens in a block of prior rows
 NOWHERE = 2**30  # position of invalid rows, larger than that of any token
 
+Rows = tuple[Float[Array, "b k n d"], Float[Array, "b k n d"]]  # keys and values of some slots
+
 
 class PriorRows(NamedTuple):
-    """Rows before a chunk, read in blocks.
+    """Rows before a chunk, read in blocks of `size`."""
 
-    Attributes:
-        read: function (slot, n) -> keys and values [b, k, n, d] of n rows from that slot on.
-        start: number of valid positions: those before the chunk.
-        positions: positions of the slots, -1 for a slot without a row; None if slot = position.
-        first: first valid slot, where the first block begins.
-        side_by_side: whether keys and values are read as halves of one array.
-    """
-
-    read: Callable[[Int[Array, ""], int], tuple[Array, Array]]
+    read: Callable[[Int[Array, ""], int], Rows]  # maps (slot, n) to n rows from that slot on
     size: int
     capacity: int
-    start: Int[Array, " b"]
-    positions: Int[Array, "b t"] | None = None
-    first: int = 0
-    side_by_side: bool = False
+    start: Int[Array, " b"]  # number of valid positions: those before the chunk
+    positions: Int[Array, "b t"] | None = None  # of the slots, -1 if empty; None: slot = position
+    first: int = 0  # first valid slot, where the first block begins
+    side_by_side: bool = False  # whether keys and values are read as halves of one array
 
     @property
     def blocks(self) -> Int[Array, ""]:
@@ -42,15 +36,15 @@ class PriorRows(NamedTuple):
             return jnp.int32(0)
         return self._rows(jnp.min(self.start)) // self.size
 
-    def rows(self, number: Int[Array, ""]) -> "Rows":
+    def rows(self, number: Int[Array, ""]) -> Rows:
         """Read a block as it is stored."""
-        return Rows(*self.read(self._at(number), self.size))
+        return self.read(self._at(number), self.size)
 
     def block(self, number: Int[Array, ""]) -> "Block":
         """Read a block, with the positions of its rows."""
         return self.placed(number, self.rows(number))
 
-    def placed(self, number: Int[Array, ""], rows: "Rows") -> "Block":
+    def placed(self, number: Int[Array, ""], rows: Rows) -> "Block":
         """Return a block's rows with their positions; the last block starts early to fit."""
         at = self._at(number)
         slot = at + jnp.arange(self.size, dtype=jnp.int32)[None]
@@ -63,21 +57,15 @@ class PriorRows(NamedTuple):
             & (position < self.start[:, None])
         )
         # Unwritten slots may hold NaN, which a weight of 0 does not mask.
-        values = jnp.where(valid[:, None, :, None], rows.values, 0)
-        return Block(rows.keys, values, jnp.where(valid, position, NOWHERE), at)
+        keys, values = rows
+        values = jnp.where(valid[:, None, :, None], values, 0)
+        return Block(keys, values, jnp.where(valid, position, NOWHERE), at)
 
     def _at(self, number: Int[Array, ""]) -> Int[Array, ""]:
         return jnp.minimum(self.first + number * self.size, self.capacity - self.size)
 
     def _rows(self, start: Int[Array, ""]) -> Int[Array, ""]:
         return jnp.maximum(jnp.minimum(start, self.capacity) - self.first, 0)
-
-
-class Rows(NamedTuple):
-    """Keys and values of some slots."""
-
-    keys: Float[Array, "b k n d"]
-    values: Float[Array, "b k n d"]
 
 
 class Block(NamedTuple):

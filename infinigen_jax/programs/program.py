@@ -1,12 +1,10 @@
 """Compiled programs that outlive the process: a second start neither traces nor lowers them.
 
-A `Program` is a jitted function. Its first call for a signature traces, lowers and compiles only if
-the user's cache has no executable. (JAX's own cache saves a third of the start-up time.)
-
-The file name is a hash of everything that the executable depends on: the source of this package,
-the JAX versions, the processor, the XLA flags, the settings the function closes over, and the
-shapes, dtypes and shardings of the arguments. Programs with a policy from another package are not
-stored. The file is a pickle, so the folder must belong to the user.
+A `Program` traces, lowers and compiles only if the user's cache has no executable. (JAX's own cache
+saves a third of the start-up time.) The file name is a hash of everything that the executable
+depends on: the source of this package, the JAX versions, the processor, the XLA flags, the settings
+the function closes over, and the shapes, dtypes and shardings of the arguments. Programs with a
+policy from another package are not stored. The file is a pickle: the folder must be the user's.
 """
 
 import dataclasses
@@ -105,10 +103,7 @@ class Program:
 
 
 def stores_programs() -> bool:
-    """Return whether programs are stored: only on a single CPU device.
-
-    Other devices are untested, and an executable is loaded for all devices of a process.
-    """
+    """Return whether programs are stored: only on a single CPU device; others are untested."""
     return jax.default_backend() == "cpu" and jax.device_count() == 1
 
 
@@ -148,9 +143,9 @@ def _signature(leaf: Any) -> tuple[Any, ...]:
 def environment() -> str:
     """Describe the package, JAX, the processor and the flags, which all executables depend on."""
     flags = os.environ.get("XLA_FLAGS", "")
-    names = "jax_enable_x64", PRECISION, "jax_threefry_partitionable"
-    random = "jax_default_prng_impl", "jax_random_seed_offset"
-    numerics = [getattr(jax.config, name) for name in (*names, *random)]
+    names = ["jax_enable_x64", PRECISION, "jax_threefry_partitionable"]
+    names += ["jax_default_prng_impl", "jax_random_seed_offset"]
+    numerics = [getattr(jax.config, name) for name in names]
     versions = jax.__version__, importlib.metadata.version("jaxlib")
     # XLA divides loops among the processor's cores.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -162,17 +157,14 @@ def is_foreign(settings: Any) -> bool:
 
     That code is compiled into the programs, and may import other modules that change.
     """
-    parts = [settings]
-    while parts:
-        part = parts.pop()
-        if isinstance(part, tuple):
-            parts += part
-        elif dataclasses.is_dataclass(part) and not isinstance(part, type):
-            packages = {kind.__module__.partition(".")[0] for kind in type(part).__mro__}
-            if packages - {"infinigen_jax"} - sys.stdlib_module_names:
-                return True
-            parts += [getattr(part, field.name) for field in dataclasses.fields(part)]
-    return False
+    if isinstance(settings, tuple):
+        return any(map(is_foreign, settings))
+    if not dataclasses.is_dataclass(settings) or isinstance(settings, type):
+        return False
+    packages = {kind.__module__.partition(".")[0] for kind in type(settings).__mro__}
+    if packages - {"infinigen_jax"} - sys.stdlib_module_names:
+        return True
+    return any(is_foreign(getattr(settings, x.name)) for x in dataclasses.fields(settings))
 
 
 def _load(path: Path) -> Any:

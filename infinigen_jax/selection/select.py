@@ -1,10 +1,11 @@
 """Selection of the cache slots to fetch, from speculated scores (section 4.3 of the paper).
 
 Everything is computed per sequence and KV head on the device, with static shapes. A request has n
-slots, of which the first `count` are valid.
+slots, of which the first `count` are valid. `log_rest` summarises the other rows, for the tail.
 """
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from infinigen_jax.numeric import LEAST_SHARE
-from infinigen_jax.ops.compaction import compact_words, marked, pack_marks
+from infinigen_jax.ops.compaction import compact_words, marked, pack_marks, unpack_marks
 from infinigen_jax.ops.indexing import put
 from infinigen_jax.ops.reductions import best, summed
 from infinigen_jax.ops.top_k import top_marks
@@ -44,9 +45,9 @@ class Request(NamedTuple):
         count: number of valid slots, per sequence and KV head.
         rest: summary of the host-only rows left out; None without a tail, or if it is computed
             during attention.
-        chosen: mask of the valid slots; None if the selection did not compute it.
-        marks: `chosen` packed into words (`pack_marks`), from which attention recomputes slots
-            where it reads rows in place. None elsewhere, or if the selection did not compute it.
+        chosen: mask of the valid slots, if the selection computed it.
+        marks: `chosen` packed into words (`pack_marks`), if computed and attention reads rows in
+            place: it recomputes slots from them.
     """
 
     slots: Int[Array, "b k n"]
@@ -92,8 +93,8 @@ def share_of(tokens: Int[Array, "*b"], numerator: Any, denominator: Any) -> Int[
 def group_margin(scores: Float[Array, "b k g t"]) -> Float[Array, "b k t"]:
     """Return the distance of each token below the best score, for the group's closest query head.
 
-    Always <= 0; -inf for tokens whose scores are all -inf. A token is fetched if any head of the
-    group would fetch it, so that the bound e^-alpha on skipped tokens holds for each head.
+    At most 0; -inf for tokens whose scores are all -inf. The bound e^-alpha on skipped tokens thus
+    holds for each head of the group.
     """
     peak = best(scores)
     return jnp.max(scores - jnp.where(peak == -jnp.inf, 0.0, peak)[..., None], axis=2)
@@ -177,14 +178,76 @@ def top_choice(
         rank = jnp.where(candidates, rank, -jnp.inf)
         rank = jnp.where(rank == 0, jnp.float32(0.0), rank)  # `lax.top_k` puts -0.0 after 0.0
         slots = lax.top_k(rank, size)[1]
-        valid = Request(slots, count).valid
-        chosen = put(jnp.zeros_like(candidates), jnp.where(valid, slots, candidates.shape[2]), True)
+        chosen = Request(slots, count).mask(rank.shape[2])
         return slots, chosen, pack_marks(chosen)
 
     slots, chosen, marks = lax.platform_dependent(
         rank, count, candidates, cpu=by_threshold, default=by_sorting
     )
     return jnp.where(Request(slots, count).valid, slots, 0), chosen, marks
+
+
+def log_rest(
+    scores: Float[Array, "b k g t"],
+    eligible: Bool[Array, "b kv t"] | None,
+    request: Request,
+    blocks: int = 1,
+    entries: Callable[[Float[Array, "b k g t"]], Float[Array, "b k g c"]] | None = None,
+) -> Rest:
+    """Return the log-sum-exp of the scores of eligible rows that are not requested.
+
+    On the CPU, terms below e^-87 of the head's best score underflow to 0 in float32.
+
+    Args:
+        scores: attention logits, float32.
+        eligible: tokens that may be requested; None if the scores of all others are -inf.
+        blocks: number m of equal blocks of consecutive slots, each summed separately; m divides
+            t.
+        entries: maps weights to sums of the index's leading columns, for `Rest.entry`.
+    """
+    b, k, g, t = scores.shape
+    chosen = request.chosen
+    if chosen is None and request.marks is not None:
+        chosen = unpack_marks(request.marks, t)
+    if chosen is None:  # one mask: with a second one, a GPU stores the masked scores
+        left = jnp.broadcast_to(jnp.bool_(True) if eligible is None else eligible, (b, k, t))
+        left = put(left, jnp.where(request.valid, request.slots, t), False)
+    else:
+        left = ~chosen if eligible is None else eligible & ~chosen
+    rest = jnp.where(left[:, :, None], scores, -jnp.inf).reshape(b, k, g, blocks, t // blocks)
+
+    def of_head(scores: Array, rest: Array) -> Array:
+        """Return the best score of the head, which the selection has already computed."""
+        if eligible is not None:
+            scores = jnp.where(eligible[:, :, None], scores, -jnp.inf)
+        return jnp.broadcast_to(best(scores)[..., None], (b, k, g, blocks))
+
+    def of_block(scores: Array, rest: Array) -> Array:
+        """Return the best score of each block; a GPU then needs one launch and stores no scores."""
+        return jnp.max(rest, axis=-1)
+
+    peak = lax.platform_dependent(scores, rest, cpu=of_head, default=of_block)
+    shares = jnp.exp(rest - jnp.where(peak == -jnp.inf, 0.0, peak)[..., None])
+    # A dot product is several times faster on the CPU than the sum in `jax.nn.logsumexp`.
+    ones = jnp.ones(t // blocks, jnp.float32)
+    total = jnp.einsum("bkgms,s->bkgm", shares, ones, precision="highest")
+    score = jnp.log(total) + peak
+    if entries is None:
+        return Rest(score)
+
+    def level(shares: Array, total: Array, peak: Array) -> tuple[Array, Array]:
+        """Scale all blocks to a common peak."""
+        highest = jnp.max(peak, axis=-1, keepdims=True)
+        below = jnp.exp(peak - jnp.where(highest == -jnp.inf, 0.0, highest))
+        return shares * below[..., None], total * below
+
+    # On a CPU the peak of `of_head` is already common.
+    weights, total = lax.platform_dependent(
+        shares, total, peak, cpu=lambda shares, total, peak: (shares, total), default=level
+    )
+    everything = jnp.sum(total, axis=-1)
+    sums = entries(weights.reshape(scores.shape))
+    return Rest(score, sums / jnp.where(everything > 0, everything, 1.0)[..., None])
 
 
 def _entries(mask: Bool[Array, "b k t"]) -> Int[Array, "b k"]:

@@ -8,7 +8,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,39 +19,28 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 import infinigen_jax
-from infinigen_jax.server.answer import Piece
+from infinigen_jax.server.answer import Job, Piece, RefusedError
 from infinigen_jax.server.guard import Guard, refusal
-from infinigen_jax.server.job import Job, RefusedError
 from infinigen_jax.server.prompts import Prompts
 from infinigen_jax.server.protocol import NEUTRAL, UNSUPPORTED, ChatCompletion, Completion
 from infinigen_jax.server.scheduler import Scheduler
-from infinigen_jax.server.wire import ChatWire, CompletionWire, Wire
+from infinigen_jax.server.wire import Wire
 
 PAGE = Path(__file__).parent / "page"
 UNREAD = 8  # pieces of a slow client that may hold heat maps, which are large
+Pieces = AsyncGenerator[tuple[int, Piece], None]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class Service:
-    """Settings of the HTTP interface.
+    """Settings of the HTTP interface."""
 
-    Attributes:
-        model: name of the model, which requests may repeat.
-        drain_seconds: time that unfinished requests get at shutdown.
-        api_key: key that requests must present; None for no check.
-        origins: origins of web pages that may send requests; none by default.
-    """
-
-    model: str
-    drain_seconds: int
-    api_key: str | None = None
-    origins: tuple[str, ...] = ()
-
-
-class GoneError(Exception):
-    """Error for a client that has closed its connection."""
+    model: str  # its name, which requests may repeat
+    drain_seconds: int  # for unfinished requests at shutdown
+    api_key: str | None = None  # that requests must present
+    origins: tuple[str, ...] = ()  # of web pages that may send requests
 
 
 def create_app(scheduler: Scheduler, service: Service) -> FastAPI:
@@ -76,16 +65,10 @@ def create_app(scheduler: Scheduler, service: Service) -> FastAPI:
     _add_error_handlers(app)
     _add_status(app, scheduler, service)
     _add_completions(app, scheduler, service)
-    if scheduler.limits.heat_maps:
-        _add_page(app)
-    return app
-
-
-def _add_page(app: FastAPI) -> None:
-    """Serve the files of the page; other paths keep their errors."""
-    for path in PAGE.iterdir():
+    for path in PAGE.iterdir() if scheduler.limits.heat_maps else ():
         route = "/" if path.name == "index.html" else f"/{path.name}"
         app.add_route(route, lambda request, path=path: FileResponse(path), include_in_schema=False)
+    return app
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -113,9 +96,6 @@ def _add_error_handlers(app: FastAPI) -> None:
         return refusal(400, f"{'.'.join(path) or field}: {message}", field if path else None)
 
     @app.exception_handler(StarletteHTTPException)
-    async def refused(request: Request, error: StarletteHTTPException) -> Response:
-        return refusal(error.status_code, str(error.detail), headers=dict(error.headers or {}))
-
     @app.exception_handler(RefusedError)
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
@@ -134,6 +114,8 @@ def _failure(error: Exception) -> Response:
     if isinstance(error, RefusedError):
         later = {"Retry-After": "1"} if error.status in (429, 503) else None  # seconds
         return refusal(error.status, str(error), error.param, error.code, later)
+    if isinstance(error, StarletteHTTPException):
+        return refusal(error.status_code, str(error.detail), headers=dict(error.headers or {}))
     # uvicorn closes the connection after an unexpected error, and clients must not use it again.
     return refusal(500, "internal error", headers={"Connection": "close"})
 
@@ -180,8 +162,8 @@ def _add_status(app: FastAPI, scheduler: Scheduler, service: Service) -> None:
 
 def _check_model(name: str | None, service: Service) -> None:
     if name not in (None, service.model):
-        message = f"model: {name!r} is not served here; use {service.model!r}"
-        raise RefusedError(message, "model", 404, "model_not_found")
+        problem = f"{name!r} is not served here; use {service.model!r}"
+        raise RefusedError(problem, "model", 404, "model_not_found")
 
 
 def _add_completions(app: FastAPI, scheduler: Scheduler, service: Service) -> None:
@@ -196,7 +178,7 @@ def _add_completions(app: FastAPI, scheduler: Scheduler, service: Service) -> No
         if len(body.prompts) <= scheduler.limits.waiting:  # more are refused by another error
             scheduler.check(len(body.prompts))  # before they are tokenised, which takes long
         encoded = await asyncio.to_thread(prompts.completion, body)
-        wire = CompletionWire(service.model, body, prompts.tokenizer, encoded)
+        wire = Wire(service.model, body, prompts.tokenizer, encoded)
         return await _answer(scheduler, request, wire, prompts.jobs(body, encoded))
 
     @app.post("/v1/chat/completions")
@@ -205,7 +187,7 @@ def _add_completions(app: FastAPI, scheduler: Scheduler, service: Service) -> No
         _check_model(body.model, service)
         scheduler.check(1)
         encoded = [await asyncio.to_thread(prompts.chat, body)]
-        wire = ChatWire(service.model, body, prompts.tokenizer, encoded)
+        wire = Wire(service.model, body, prompts.tokenizer, encoded)
         matcher = None
         if (schema := body.schema_of_answer) is not None:
             # This takes long. In a separate thread, it delays no request without a schema.
@@ -216,15 +198,15 @@ def _add_completions(app: FastAPI, scheduler: Scheduler, service: Service) -> No
 
 async def _answer(scheduler: Scheduler, request: Request, wire: Wire, jobs: list[Job]) -> Response:
     """Submit the jobs of a request, and stream or collect their pieces."""
-    exchange = Exchange(scheduler, request, jobs)
+    pieces = _submit(scheduler, request, jobs)
     if wire.body.stream:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        events = _events(exchange, wire)
+        events = _events(pieces, wire, jobs)
         return StreamingResponse(events, media_type="text/event-stream", headers=headers)
     try:
-        async for prompt, piece in exchange.pieces():
+        async for prompt, piece in pieces:
             wire.add(prompt, piece)
-    except GoneError:
+    except ConnectionAbortedError:
         return Response(status_code=499)
     # Log-probabilities take long, so they are made in a thread. Only `to_json` holds the
     # interpreter's lock meanwhile; it is five times as fast as `json`.
@@ -232,7 +214,7 @@ async def _answer(scheduler: Scheduler, request: Request, wire: Wire, jobs: list
     return Response(content, media_type="application/json")
 
 
-async def _events(exchange: "Exchange", wire: Wire) -> AsyncIterator[str]:
+async def _events(pieces: Pieces, wire: Wire, jobs: list[Job]) -> AsyncIterator[str]:
     """Yield server-sent events; an error is one of them, as the status was sent before."""
 
     def event(content: Any) -> str:
@@ -242,12 +224,12 @@ async def _events(exchange: "Exchange", wire: Wire) -> AsyncIterator[str]:
     try:
         for part in await asyncio.to_thread(wire.opening):
             yield event(part)
-        async for prompt, piece in exchange.pieces():
+        async for prompt, piece in pieces:
             if (part := wire.part(prompt, piece)) is not None:
                 yield event(part)
         if wire.body.with_usage:
-            yield event(wire.usage_part(exchange.jobs))
-    except GoneError:
+            yield event(wire.usage_part(jobs))
+    except ConnectionAbortedError:
         return
     except Exception as error:
         if not isinstance(error, RefusedError):
@@ -256,8 +238,49 @@ async def _events(exchange: "Exchange", wire: Wire) -> AsyncIterator[str]:
     yield "data: [DONE]\n\n"
 
 
+def _submit(scheduler: Scheduler, request: Request, jobs: list[Job]) -> Pieces:
+    """Submit the jobs of a request; return their pieces with the number of their job.
+
+    The jobs are cancelled if the iterator is closed early, and if the client goes away, where it
+    raises ConnectionAbortedError.
+    """
+    queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
+    for number, job in enumerate(jobs):
+        # Of nothing that refers to the jobs: a cycle would live until a collection.
+        job.send = functools.partial(_send, queue, asyncio.get_running_loop(), number)
+    scheduler.submit(jobs)
+
+    def cancel() -> None:
+        for job in jobs:
+            scheduler.cancel(job)
+
+    async def watch() -> None:
+        """Cancel the jobs when the client goes away, whether or not its answer has begun."""
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        cancel()
+        queue.put_nowait((0, ConnectionAbortedError()))
+
+    async def pieces() -> Pieces:
+        left = sum(job.answers for job in jobs)
+        try:
+            while left:
+                number, piece = await queue.get()
+                if isinstance(piece, Exception):
+                    raise piece
+                left -= piece.finish is not None
+                yield number, piece
+        finally:
+            watching.cancel()
+            if left:
+                cancel()
+
+    watching = asyncio.ensure_future(watch())
+    return pieces()
+
+
 def _send(
-    queue: asyncio.Queue[tuple[int, Piece | Exception]],
+    queue: "asyncio.Queue[tuple[int, Piece | Exception]]",
     loop: asyncio.AbstractEventLoop,
     number: int,
     piece: Piece | Exception,
@@ -267,50 +290,3 @@ def _send(
         piece = dataclasses.replace(piece, heat=None)
     with contextlib.suppress(RuntimeError):  # the loop is closed
         loop.call_soon_threadsafe(queue.put_nowait, (number, piece))
-
-
-class Exchange:
-    """Jobs of one HTTP request, and the queue of their pieces from the scheduler's thread.
-
-    The jobs are submitted, and cancelled if the client goes away.
-    """
-
-    def __init__(self, scheduler: Scheduler, request: Request, jobs: list[Job]):
-        self.jobs = jobs
-        self._scheduler, self._request = scheduler, request
-        self._queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        for number, job in enumerate(jobs):
-            # Without this object, which refers to the jobs: a cycle would live until a collection.
-            job.send = functools.partial(_send, self._queue, loop, number)
-        scheduler.submit(jobs)
-        self._gone = asyncio.ensure_future(self._watch())
-
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """Yield pieces with the number of their job; cancel the jobs if the caller ends early.
-
-        Raise GoneError if the client goes away.
-        """
-        left = sum(job.answers for job in self.jobs)
-        try:
-            while left:
-                number, piece = await self._queue.get()
-                if isinstance(piece, Exception):
-                    raise piece
-                left -= piece.finish is not None
-                yield number, piece
-        finally:
-            self._gone.cancel()
-            if left:
-                self._cancel()
-
-    def _cancel(self) -> None:
-        for job in self.jobs:
-            self._scheduler.cancel(job)
-
-    async def _watch(self) -> None:
-        """Cancel the jobs when the client goes away, whether or not its answer has begun."""
-        while (await self._request.receive())["type"] != "http.disconnect":
-            pass
-        self._cancel()
-        self._queue.put_nowait((0, GoneError()))

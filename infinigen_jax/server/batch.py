@@ -5,27 +5,26 @@ engine, gives each sequence one or several tokens per round.
 """
 
 import abc
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, UInt8
+from llguidance import LLMatcher
 
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.decode.state import Counts
 from infinigen_jax.engine.engine import Engine
-from infinigen_jax.engine.heat_map import watch_heat
-from infinigen_jax.engine.live_batch import LiveBatch, OpenBatch, Reading, Single
-from infinigen_jax.engine.lossless_batch import LosslessBatch, Round
+from infinigen_jax.engine.live_batch import LiveBatch, OpenBatch, Reading, Single, watch_heat
+from infinigen_jax.engine.lossless import LosslessBatch
 from infinigen_jax.engine.results import Choice, choices_of
 from infinigen_jax.engine.sampler import Drawn, Sampler
 from infinigen_jax.prefill.prefill import empty_cache
 from infinigen_jax.sampling import LogProbs
 from infinigen_jax.server.answer import Answer
-from infinigen_jax.server.grammar import allowed_tokens
-from infinigen_jax.server.job import Job
 from infinigen_jax.server.limits import Limits
 from infinigen_jax.server.metrics import Metrics
 from infinigen_jax.settings.sampling import MOST_LOG_PROBS, Sampling
@@ -38,13 +37,13 @@ SAMPLINGS = (Sampling(), Sampling(temperature=1.0), Sampling(presence_penalty=1.
 
 
 class NewToken(NamedTuple):
-    """Token of an answer, with its choice and its step's heat map, None unless requested."""
+    """Token of an answer, with its choice, if any answer asks for it, and its step's heat map."""
 
     sequence: int
     answer: Answer
     token: int
     choice: Choice | None
-    heat: np.ndarray | None
+    heat: np.ndarray | None = None
 
 
 class ServedBatch(abc.ABC):
@@ -60,18 +59,20 @@ class ServedBatch(abc.ABC):
 
     def __init__(self, engine: Engine, limits: Limits, metrics: Metrics):
         self.running: dict[int, Answer] = {}
-        self._engine, self._metrics = engine, metrics
-        self._heat_maps = limits.heat_maps
+        self._decoder = decoder = engine.decoder
+        self._metrics, self._heat_maps = metrics, limits.heat_maps
+        self._rows_per_token = decoder.host_layers * decoder.config.num_kv_heads
         batch, runtime = limits.batch, engine.runtime
         self._capacity, self._spare = limits.capacity, None
         self._steps_alone = 0  # in the whole batch
         self.live = self._whole = self.kind.empty(runtime, batch, limits.capacity)
         self._alone = self.kind(runtime, 1)
+        self._sampler_of = functools.partial(Sampler, engine.mesh, decoder.config.vocab_size)
         self._sampler = self._whole_sampler = self._sampler_of([Sampling()] * batch, [()] * batch)
 
     def empty_cache(self) -> Cache:
         """Return a cache for a prompt, in an earlier host array, because new memory is slow."""
-        return empty_cache(self._engine.decoder, 1, self._capacity, host=self._take_spare())
+        return empty_cache(self._decoder, 1, self._capacity, host=self._take_spare())
 
     def reuse(self, reading: Reading) -> None:
         """Keep a prompt's host array after all of its answers have joined."""
@@ -154,13 +155,13 @@ class ServedBatch(abc.ABC):
 
     def try_join(self, reading: Reading) -> None:
         """Run the program by which a prompt joins, and forget it."""
-        self.live.join(0, self._try_begin(reading))
+        self.live.join(0, self._begin(reading))
         self.live.leave(0)
 
     def warm_up(self, reading: Reading) -> Iterator[None]:
         """Run every program, with a complete prompt in sequence 0; yield between programs."""
         yield
-        self.live.join(0, self._try_begin(reading))
+        self.live.join(0, self._begin(reading))
         yield from self._try_steps(reading)
         if len(self._whole.active) > 1:
             self.live.settle()  # so that a sequence may move, whatever the policy
@@ -171,12 +172,10 @@ class ServedBatch(abc.ABC):
         self.leave(0)
 
     @abc.abstractmethod
-    def _begin(self, reading: Reading, answer: Answer, sampler: Sampler) -> Single:
-        """Return the sequence of a complete prompt; its sampler may draw a token."""
-
-    @abc.abstractmethod
-    def _try_begin(self, reading: Reading) -> Single:
-        """Return a greedy sequence of a complete prompt that gets no tokens."""
+    def _begin(
+        self, reading: Reading, answer: Answer | None = None, sampler: Sampler | None = None
+    ) -> Single:
+        """Return the sequence of a complete prompt; a new answer's sampler may draw a token."""
 
     @abc.abstractmethod
     def _try_steps(self, reading: Reading) -> Iterator[None]:
@@ -188,90 +187,53 @@ class ServedBatch(abc.ABC):
 
     @property
     def _wants_heat(self) -> list[int]:
-        """Sequences whose next step has a heat map."""
         cached = self.live.cached
         return [i for i, a in self.running.items() if a.job.heat and cached[i] <= MOST_HEAT]
-
-    def _sampler_of(
-        self,
-        sampling: list[Sampling],
-        prompts: Sequence[Sequence[int]],
-        streams: list[int] | None = None,
-    ) -> Sampler:
-        vocabulary = self._engine.model.config.vocab_size
-        return Sampler(self._engine.mesh, vocabulary, sampling, prompts, streams)
 
     def _count_rows(self, counts: Counts, running: dict[int, Answer], cached: np.ndarray) -> None:
         """Add the rows that a step after `cached` tokens fetched to its requests."""
         moved = np.asarray(counts.moved)
         for sequence, each in running.items():
-            each.job.moved += int(moved[sequence]) / max(1, self._rows_of(int(cached[sequence])))
+            rows = int(cached[sequence]) * self._rows_per_token
+            each.job.moved += int(moved[sequence]) / max(1, rows)
             each.job.steps += 1
             self._metrics.rows(int(moved[sequence]))
 
-    def _rows_of(self, tokens: int) -> int:
-        """Return the number of host rows of a sequence."""
-        decoder = self._engine.decoder
-        return tokens * decoder.host_layers * decoder.config.num_kv_heads
-
-
-class Unread(NamedTuple):
-    """A step in progress, its sequences' answers, and the number of tokens cached before it.
-
-    `heats` are the heat maps of the answers that have one, with room for all tokens, and the
-    number of tokens.
-    """
-
-    counts: Counts
-    heats: dict[Answer, tuple[Array | None, int]]
-    running: dict[int, Answer]
-    cached: np.ndarray
-
 
 class SteppedBatch(ServedBatch):
-    """Batch that advances by decode steps."""
-
     kind = LiveBatch
     live: LiveBatch
 
     def __init__(self, engine: Engine, limits: Limits, metrics: Metrics):
         super().__init__(engine, limits, metrics)
-        self._unread: Unread | None = None
+        # Of the step in progress: arguments of `_count_rows`, and of `_read_heat` by answer.
+        self._unread: tuple[Counts, dict[int, Answer], np.ndarray] | None = None
+        self._heats: dict[Answer, tuple[Array | None, int]] = {}
 
     def advance(self) -> Iterator[NewToken]:
         """Draw tokens, dispatch the next step, and yield the tokens while the device computes."""
-        given = self.live.logits, self.live.best, self._allowed()
-        tokens, log_probs = self._sampler.draw(*given, log_probs=self._wants_scores)
         before, running = self._unread, dict(self.running)
-        cached = self.live.cached
-        wanted = self._wants_heat
+        matchers = {s: a.matcher for s, a in running.items() if a.matcher is not None}
+        allowed = allowed_tokens(matchers, *self.live.logits.shape) if matchers else None
+        given = self.live.logits, self.live.best, allowed
+        tokens, log_probs = self._sampler.draw(*given, log_probs=self._wants_scores)
+        heats, cached, wanted = self._heats, self.live.cached, self._wants_heat
         stepped = self.live.step(tokens, watch_heat if wanted else None)
         # Before the next step, for which they would otherwise wait.
-        heats = {running[s]: (heat_of(stepped.records, s), int(cached[s])) for s in wanted}
-        self._unread = Unread(stepped.counts, heats, running, cached)
+        self._heats = {running[s]: (heat_of(stepped.records, s), int(cached[s])) for s in wanted}
+        self._unread = stepped.counts, running, cached
         drawn = np.asarray(tokens)
         if before is not None:
-            self._count_rows(before.counts, before.running, before.cached)
-        choices = None if log_probs is None else choices_of(log_probs, MOST_LOG_PROBS)
+            self._count_rows(*before)
+        choices = _choices(log_probs, len(drawn))
         for sequence, each in running.items():
-            choice = None if each.job.top is None or choices is None else choices[sequence]
-            heat = None if before is None else before.heats.get(each)
-            read = None if heat is None else _read_heat(*heat)
-            yield NewToken(sequence, each, int(drawn[sequence]), choice, read)
+            heat = _read_heat(*heats.get(each, (None, 0)))
+            yield NewToken(sequence, each, int(drawn[sequence]), choices[sequence], heat)
 
-    def _allowed(self) -> np.ndarray | None:
-        """Return the tokens that each sequence may draw; None if each may draw all tokens."""
-        answers = self.running.items()
-        matchers = {sequence: a.matcher for sequence, a in answers if a.matcher is not None}
-        if not matchers:
-            return None
-        return allowed_tokens(matchers, *self.live.logits.shape)
-
-    def _begin(self, reading: Reading, answer: Answer, sampler: Sampler) -> Single:
-        return reading.single(budget=answer.job.budget)
-
-    def _try_begin(self, reading: Reading) -> Single:
-        return reading.single()
+    def _begin(
+        self, reading: Reading, answer: Answer | None = None, sampler: Sampler | None = None
+    ) -> Single:
+        return reading.single(budget=None if answer is None else answer.job.budget)
 
     def _try_steps(self, reading: Reading) -> Iterator[None]:
         every = allowed_tokens({}, *self.live.logits.shape)
@@ -292,59 +254,53 @@ class SteppedBatch(ServedBatch):
 
 
 class RoundBatch(ServedBatch):
-    """Batch of a lossless engine, which advances by rounds."""
-
     kind = LosslessBatch
     live: LosslessBatch
 
     def __init__(self, engine: Engine, limits: Limits, metrics: Metrics):
         super().__init__(engine, limits, metrics)
-        self._first: list[tuple[Answer, Drawn]] = []
+        self._first: dict[Answer, Drawn] = {}
 
     def advance(self) -> Iterator[NewToken]:
         """Yield the first tokens of new answers, then the tokens of a round."""
-        first, self._first = self._first, []
-        for answer, drawn in first:
-            for sequence, each in dict(self.running).items():
-                if each is answer:
-                    choice = _choice(drawn.log_probs, each.job, 0)
-                    yield NewToken(sequence, each, int(np.asarray(drawn.tokens)[0]), choice, None)
+        first, self._first = self._first, {}
+        for sequence, each in dict(self.running).items():
+            if (drawn := first.get(each)) is not None:
+                (choice,) = _choices(drawn.log_probs, 1)
+                yield NewToken(sequence, each, int(np.asarray(drawn.tokens)[0]), choice)
         if not self.live.active.any():
             return
         running, wanted = dict(self.running), self._wants_heat
         watch = watch_heat if wanted else None
         round_ = self.live.round(self._sampler, log_probs=self._wants_scores, watch=watch)
-        self._count(round_, running)
-        for place in range(int(round_.counts.max())):
-            for sequence, each in running.items():
-                if place < round_.counts[sequence]:
-                    scores = None if round_.log_probs is None else round_.log_probs[place]
-                    choice, heat = _choice(scores, each.job, sequence), None
-                    if sequence in wanted and place < round_.drafted.count:
-                        made = heat_of(round_.drafted.records[place], sequence)
-                        heat = _read_heat(made, int(round_.cached[sequence]) + place)
-                    yield NewToken(
-                        sequence, each, int(round_.tokens[sequence, place]), choice, heat
-                    )
-
-    def _count(self, round_: Round, running: dict[int, Answer]) -> None:
         drafted = round_.drafted
         for step, counts in enumerate(drafted.counts):
             self._count_rows(counts, running, round_.cached + step)
-        for sequence in running:
-            accepted = max(0, int(round_.counts[sequence]) - 1)
-            self._metrics.verified(
-                drafted.count, accepted, self._rows_of(int(round_.cached[sequence]))
-            )
+        for sequence in running:  # a verification reads all rows
+            self._metrics.drafted.inc(drafted.count)
+            self._metrics.accepted.inc(max(0, int(round_.counts[sequence]) - 1))
+            self._metrics.rows(int(round_.cached[sequence]) * self._rows_per_token)
+        for place in range(int(round_.counts.max())):
+            log_probs = None if round_.log_probs is None else round_.log_probs[place]
+            choices = _choices(log_probs, len(round_.counts))
+            for sequence, each in running.items():
+                if place < round_.counts[sequence]:
+                    heat = None
+                    if sequence in wanted and place < drafted.count:
+                        made = heat_of(drafted.records[place], sequence)
+                        heat = _read_heat(made, int(round_.cached[sequence]) + place)
+                    token = int(round_.tokens[sequence, place])
+                    yield NewToken(sequence, each, token, choices[sequence], heat)
 
-    def _begin(self, reading: Reading, answer: Answer, sampler: Sampler) -> Single:
+    def _begin(
+        self, reading: Reading, answer: Answer | None = None, sampler: Sampler | None = None
+    ) -> Single:
+        if answer is None or sampler is None:
+            return reading.single(reading.predicted[1])
         job = answer.job
         drawn = sampler.draw(*reading.predicted, log_probs=job.top is not None)
-        self._first.append((answer, drawn))
+        self._first[answer] = drawn
         return reading.single(drawn.tokens, job.budget, job.most - 1)
-
-    def _try_begin(self, reading: Reading) -> Single:
-        return reading.single(reading.predicted[1])
 
     def _try_steps(self, reading: Reading) -> Iterator[None]:
         # Draws without penalties come first and use a separate program.
@@ -360,11 +316,6 @@ class RoundBatch(ServedBatch):
             yield
 
 
-def served_batch(engine: Engine, limits: Limits, metrics: Metrics) -> ServedBatch:
-    kind = RoundBatch if engine.runtime.settings.lossless else SteppedBatch
-    return kind(engine, limits, metrics)
-
-
 @jax.jit
 def heat_of(records: Sequence[Any], sequence: Int[Array, ""]) -> UInt8[Array, "l t"] | None:
     """Return a sequence's heat map on the device; None if no layer selects rows."""
@@ -376,7 +327,17 @@ def _read_heat(heat: Array | None, cached: int) -> np.ndarray | None:
     return None if heat is None else np.asarray(heat)[:, :cached]
 
 
-def _choice(log_probs: LogProbs | None, job: Job, sequence: int) -> Choice | None:
-    if log_probs is None or job.top is None:
-        return None
-    return choices_of(log_probs, MOST_LOG_PROBS)[sequence]
+def _choices(log_probs: LogProbs | None, batch: int) -> Sequence[Choice | None]:
+    return [None] * batch if log_probs is None else choices_of(log_probs, MOST_LOG_PROBS)
+
+
+def allowed_tokens(matchers: Mapping[int, LLMatcher], batch: int, vocabulary: int) -> np.ndarray:
+    """Return the tokens that sequences may draw, all without a matcher: bits, int32 [b, v / 32].
+
+    The host computes them while the device computes the step that gives the next logits.
+    """
+    allowed = np.full((batch, -(-vocabulary // 32)), -1, np.int32)
+    for sequence, matcher in matchers.items():
+        mask = np.frombuffer(matcher.compute_bitmask(), np.int32)
+        allowed[sequence] = mask[: allowed.shape[1]]
+    return allowed

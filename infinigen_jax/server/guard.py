@@ -1,4 +1,4 @@
-"""Checks before a request is read: headers, host, API key, size and time of the body."""
+"""Checks of requests (host, API key, sizes and times), and uvicorn's configuration with them."""
 
 import asyncio
 import hmac
@@ -7,9 +7,13 @@ import socket
 from typing import Any
 from urllib.parse import urlsplit
 
+import h11
+import uvicorn
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+HEADER_SECONDS = 10.0
 HEADER_BYTES = 16 << 10
 BODY_BYTES = 8 << 20  # as objects of Python, some bodies take thirty times as much
 BODY_SECONDS = 30.0
@@ -31,7 +35,10 @@ def refusal(
 
 
 class Guard:
-    """ASGI middleware of these checks. The page, its files and /health need no key."""
+    """ASGI middleware that checks headers, host, API key, and the size and time of the body.
+
+    The page, its files and /health need no key.
+    """
 
     def __init__(self, app: Any, api_key: str | None, origins: tuple[str, ...]):
         self._app, self._key = app, None if api_key is None else api_key.encode()
@@ -44,28 +51,26 @@ class Guard:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-            return
+        elif (refused := self._refused(scope)) is not None:
+            await refused(scope, receive, send)
+        else:
+            await self._app(scope, self._limited(receive), send)
+
+    def _refused(self, scope: Any) -> Response | None:
         if sum(len(name) + len(value) for name, value in scope["headers"]) > HEADER_BYTES:
             message = f"the headers are larger than {HEADER_BYTES} bytes"
-            await refusal(431, message, headers=CLOSE)(scope, receive, send)
-            return
+            return refusal(431, message, headers=CLOSE)
         headers = dict(scope["headers"])
         if (name := self._foreign_host(scope, headers.get(b"host", b""))) is not None:
             remedy = "use the server's address, or start it with --allow-origin or --api-key"
-            message = f"the host {name} is unknown; {remedy}"
-            await refusal(403, message, headers=CLOSE)(scope, receive, send)
-            return
+            return refusal(403, f"the host {name} is unknown; {remedy}", headers=CLOSE)
         if not self._admits(scope, headers.get(b"authorization", b"")):
             message, code = "the API key is missing or wrong", "invalid_api_key"
-            asked = {"www-authenticate": "Bearer"} | CLOSE
-            await refusal(401, message, code=code, headers=asked)(scope, receive, send)
-            return
+            return refusal(401, message, code=code, headers={"www-authenticate": "Bearer"} | CLOSE)
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > BODY_BYTES:
-            message = f"the body is larger than {BODY_BYTES} bytes"
-            await refusal(413, message, headers=CLOSE)(scope, receive, send)
-            return
-        await self._app(scope, self._limited(receive), send)
+            return refusal(413, f"the body is larger than {BODY_BYTES} bytes", headers=CLOSE)
+        return None
 
     def _admits(self, scope: Any, presented: bytes) -> bool:
         guarded = scope["path"].startswith(("/v1", "/metrics", "/version", "/docs", "/openapi"))
@@ -119,3 +124,55 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     except ValueError:
         return None
     return getattr(address, "ipv4_mapped", None) or address
+
+
+class Connection(H11Protocol):
+    """HTTP connection, closed if a request's headers are incomplete for too long.
+
+    Uvicorn limits the time between two requests, but not that of headers: idle clients could use up
+    all connections. `Guard` limits the time of a body.
+    """
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._start_timer()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_timer()
+        elif self._timer is None:
+            self._start_timer()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is h11.SEND_BODY:  # the rest of an unread body
+            self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _start_timer(self) -> None:
+        self._timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+
+
+def http_config(app: Any, drain_seconds: int, connections: int | None = None) -> uvicorn.Config:
+    """Return uvicorn's configuration; more connections than `connections` get status 503."""
+    return uvicorn.Config(
+        app,
+        http=Connection,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        limit_concurrency=connections,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=drain_seconds,
+    )

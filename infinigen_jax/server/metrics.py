@@ -4,7 +4,8 @@ import datetime
 import json
 import logging
 import time
-from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -16,7 +17,7 @@ from prometheus_client import (
 )
 
 from infinigen_jax.decode.layer import Decoder
-from infinigen_jax.server.job import Job, tokens_per_second
+from infinigen_jax.server.answer import Job, tokens_per_second
 
 logger = logging.getLogger("infinigen_jax.requests")
 disable_created_metrics()
@@ -31,47 +32,34 @@ class Metrics:
     def __init__(self, decoder: Decoder):
         self._registry = registry = CollectorRegistry()
         self._bytes_per_row = decoder.row_format.width * decoder.row_format.storage.itemsize
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"infinigen_{name}", text, labels, registry=registry)
-
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"infinigen_{name}", text, registry=registry)
-
-        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            return Histogram(f"infinigen_{name}", text, registry=registry, buckets=buckets)
-
-        self._requests = counter("requests", "Accepted prompts by outcome", "outcome")
+        fixed: dict[str, Any] = {"namespace": "infinigen", "registry": registry}
+        counter, gauge = partial(Counter, **fixed), partial(Gauge, **fixed)
+        histogram = partial(Histogram, buckets=SECONDS, **fixed)
+        self._requests = counter("requests", "Accepted prompts by outcome", ["outcome"])
         self._prompt = counter("prompt_tokens", "Prompt tokens read, cached ones included")
         self._cached = counter("cached_prompt_tokens", "Prompt tokens found in the prefix cache")
         self._new = counter("new_tokens", "Tokens drawn")
         self._moved = counter("fetched_bytes", "Bytes of rows moved to the device by steps")
-        self._drafted = counter("drafted_tokens", "Tokens drafted by a lossless server")
-        self._accepted = counter("accepted_tokens", "Drafted tokens that the full cache confirmed")
-        self._waiting = gauge(
+        self.drafted = counter("drafted_tokens", "Tokens drafted by a lossless server")
+        self.accepted = counter("accepted_tokens", "Drafted tokens that the full cache confirmed")
+        self.waiting = gauge(
             "waiting_requests", "Prompts without a sequence: waiting, being read or read"
         )
-        self._running = gauge("running_answers", "Sequences of the batch in use")
+        self.running = gauge("running_answers", "Sequences of the batch in use")
         self.prefix_bytes = gauge("prefix_cache_bytes", "Host bytes of the prefix cache")
         self.host_bytes = gauge("host_cache_bytes", "Host bytes of the batch's KV cache")
         self.compilations = gauge("compilations_after_warmup", "XLA compilations; 0 is expected")
         self._first = histogram(
-            "first_token_seconds",
-            "Time from a prompt's arrival in the queue to its first token",
-            SECONDS,
+            "first_token_seconds", "Time from a prompt's arrival in the queue to its first token"
         )
-        self._between = histogram("token_seconds", "Time between two tokens of an answer", SECONDS)
+        self._between = histogram("token_seconds", "Time between two tokens of an answer")
         self._whole = histogram(
-            "request_seconds", "Time from a prompt's arrival in the queue to its end", SECONDS
+            "request_seconds", "Time from a prompt's arrival in the queue to its end"
         )
-        self._length = histogram("request_prompt_tokens", "Length of a prompt", TOKENS)
+        self._length = histogram("request_prompt_tokens", "Length of a prompt", buckets=TOKENS)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
-
-    def queue(self, waiting: int, running: int) -> None:
-        self._waiting.set(waiting)
-        self._running.set(running)
 
     def token(self, seconds: float, *, first: bool) -> None:
         """Count a drawn token, and the time since the one before or the request's arrival."""
@@ -80,12 +68,6 @@ class Metrics:
 
     def rows(self, moved: int) -> None:
         self._moved.inc(moved * self._bytes_per_row)
-
-    def verified(self, drafted: int, accepted: int, rows: int) -> None:
-        """Count the drafted tokens of an answer, and the rows that their verification read."""
-        self._drafted.inc(drafted)
-        self._accepted.inc(accepted)
-        self.rows(rows)
 
     def done(self, job: Job, outcome: str) -> None:
         """Count a request that ended, and log it as one line of JSON."""

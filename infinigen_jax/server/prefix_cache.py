@@ -3,13 +3,11 @@
     node [0, 512) -- node [512, 1024) -- node [1024, 1130)        one prompt
                   \\ node [512, 900)                               another one with the same start
 
-A node of the tree holds the tokens of one chunk. A chunk ends where `Reading` cut it, and a prompt
-that continues after it is read as if it had been read whole: equal states, equal programs. Answers
-are not stored, because decode steps compute their rows from the rows fetched at the time.
-
-A node keeps two kinds of arrays. Of arrays with an element for each token (rows, index) or block
-(sums of a tail), it keeps the elements that the chunk may change. The others (recent rows, scales)
+A node holds one chunk, which ends where `Reading` cut it: a prompt that continues after it is read
+as if it had been read whole. Of arrays with an element for each token (rows, index) or block (sums
+of a tail), a node keeps the elements that the chunk may change; the others (recent rows, scales)
 are kept as they were at the chunk's end. The time to copy a chunk does not depend on the capacity.
+Answers are not stored, because decode steps compute their rows from the rows fetched at the time.
 """
 
 import itertools
@@ -25,7 +23,7 @@ from infinigen_jax.cache.layers import Resident
 from infinigen_jax.decode.compiled import compiled
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.engine.live_batch import Reading, chunk_lengths
-from infinigen_jax.engine.snapshot import fill_rows, filled, kept, with_kept
+from infinigen_jax.engine.saved_file import fill_rows, filled, kept, with_kept
 from infinigen_jax.prefill import compiled as prefill
 from infinigen_jax.prefill.prefill import empty_cache
 
@@ -51,7 +49,6 @@ class Node:
 
     @property
     def bytes(self) -> int:
-        """Size of the arrays."""
         return sum(array.nbytes for array in self.arrays)
 
     def chain(self) -> list["Node"]:
@@ -100,12 +97,9 @@ class PrefixCache:
         """Return the last node of the longest stored beginning of a prompt, shorter than it."""
         node = self._root
         while True:
+            end = node.end
             lengths = sorted({child.count for child in node.children.values()}, reverse=True)
-            keys = (
-                tokens[node.end : node.end + n].tobytes()
-                for n in lengths
-                if node.end + n < len(tokens)
-            )
+            keys = (tokens[end : end + n].tobytes() for n in lengths if end + n < len(tokens))
             child = next((node.children[key] for key in keys if key in node.children), None)
             if child is None:
                 return node
@@ -134,28 +128,26 @@ class PrefixCache:
         for i, axis in enumerate(self._axes):
             if axis.tokens:
                 start, part = _elements(node, axis, i, size)
-                given = leaves[i], part, np.int32(start)
-                leaves[i] = _put(self._decoder, *given, axis=axis.number)
+                given = self._decoder, leaves[i], part, np.int32(start)
+                leaves[i] = _put(*given, axis=axis.number)
         return with_kept(cache, host, leaves)
 
     def store(self, node: Node, reading: Reading) -> Node | None:
-        """Store the chunk of a reading that ends at `reading.done`; wait until it is computed.
+        """Store the chunk after `node` that ends at `reading.done`, and return its node.
 
-        The chunk follows `node`. Return its node; None if it is not stored, and later ones cannot
-        be either.
+        Wait until it is computed. Return None if neither it nor later ones can be stored.
         """
         whole = reading.done % self._chunk == 0
         lost = node is not self._root and node not in self._nodes  # evicted in the meantime
         if lost or not (whole or self._decoder.row_format.exact):
             return None
         new = Node(node, reading.tokens[node.end : reading.done])
-        if new.key in node.children:
-            new = node.children[new.key]
-        else:
+        if new.key not in node.children:
             self._copy(new, reading.cache)
             node.children[new.key] = new
             self._nodes.add(new)
             self.bytes += new.bytes
+        new = node.children[new.key]
         new.used = next(self._clock)
         self._evict()
         return new if new in self._nodes else None
@@ -229,7 +221,6 @@ class _Axis(NamedTuple):
         return max(0, min(self.held(node)[0], self.length - count)), min(count, self.length)
 
     def of(self, array: np.ndarray, begin: int, end: int) -> np.ndarray:
-        """Return a view of a range of elements."""
         return array[(*(slice(None),) * self.number, slice(begin, end))]
 
 
@@ -254,11 +245,9 @@ def _elements(node: Node, axis: _Axis, number: int, size: int) -> tuple[int, np.
 
 @compiled(lambda at: at.rows, static_argnames=("axis", "count"))
 def _cut(decoder: Decoder, leaf: Any, start: Any, *, axis: int, count: int) -> Any:
-    """Cut elements out of an array."""
     return lax.dynamic_slice_in_dim(leaf, start, count, axis)
 
 
 @compiled(lambda at: at.rows, donate_argnums=0, static_argnames="axis")
 def _put(decoder: Decoder, leaf: Any, part: Any, start: Any, *, axis: int) -> Any:
-    """Write elements to an array, which is donated."""
     return lax.dynamic_update_slice_in_dim(leaf, part, start, axis)

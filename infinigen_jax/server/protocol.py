@@ -3,7 +3,6 @@
 The first error of a list ends its check: an error for each of a million items would take minutes.
 """
 
-import abc
 import json
 from typing import Annotated, Any, Literal, LiteralString
 
@@ -11,7 +10,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationInfo,
     field_validator,
@@ -33,10 +31,8 @@ Tokens = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 Stop = str | Annotated[list[str], Field(max_length=MOST_STOPS)]
 
 
-class Strict(BaseModel):
+class Strict(BaseModel, protected_namespaces=()):
     """Request or part of one, without fields of other names; null counts as absent."""
-
-    model_config = ConfigDict(protected_namespaces=())
 
     @model_validator(mode="before")
     @classmethod
@@ -81,7 +77,7 @@ class Format(Strict):
         return self
 
 
-class Generating(Strict, abc.ABC):
+class Generating(Strict):
     """Parameters that both kinds of completions share.
 
     Settings of `Sampling` have its names and limits. Parameters in NEUTRAL are accepted with their
@@ -133,11 +129,6 @@ class Generating(Strict, abc.ABC):
         return self.n or 1
 
     @property
-    @abc.abstractmethod
-    def top(self) -> int | None:
-        """Number of most likely tokens to report for each token; None to report nothing."""
-
-    @property
     def with_usage(self) -> bool:
         """Whether the last part of a stream has the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
@@ -176,6 +167,7 @@ class Completion(Generating):
 
     @property
     def top(self) -> int | None:
+        """Number of most likely tokens to report for each token; None to report nothing."""
         return self.logprobs
 
     @model_validator(mode="after")
@@ -204,10 +196,8 @@ class TextPart(BaseModel):
     text: str
 
 
-class Function(BaseModel):
+class Function(BaseModel, extra="allow"):
     """Function of a tool, or a call of one."""
-
-    model_config = ConfigDict(extra="allow")
 
     name: str
 
@@ -225,19 +215,15 @@ class Called(Function):
     arguments: Annotated[dict[str, Any], BeforeValidator(_parsed)]
 
 
-class ToolCall(BaseModel):
+class ToolCall(BaseModel, extra="allow"):
     """Call of a tool in an earlier message."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: Literal["function"] = "function"
     function: Called
 
 
-class Message(BaseModel):
+class Message(BaseModel, extra="allow"):
     """Message of a chat; further fields, such as `tool_call_id`, go to the model's template."""
-
-    model_config = ConfigDict(extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
@@ -272,11 +258,6 @@ class ChatCompletion(Generating):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def tools_offered(self) -> list[Tool]:
-        """Tools that the model may call."""
-        return [] if self.tool_choice == "none" else self.tools or []
-
-    @property
     def schema_of_answer(self) -> dict[str, Any] | None:
         """JSON schema that the answer follows; None for any text."""
         if self.response_format is None or self.response_format.type == "text":
@@ -291,3 +272,6 @@ class ChatCompletion(Generating):
         if self.schema_of_answer is not None and self.ignore_eos:
             raise ValueError("response_format: not with ignore_eos")
         return self
+
+
+Body = Completion | ChatCompletion

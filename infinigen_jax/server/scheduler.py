@@ -19,18 +19,36 @@ import numpy as np
 
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.live_batch import Reading, chunk_lengths
-from infinigen_jax.engine.shared_prefix import may_share
+from infinigen_jax.engine.prompts import may_share
 from infinigen_jax.programs.compilations import compilations
-from infinigen_jax.server.answer import Answer, Piece
-from infinigen_jax.server.batch import NewToken, served_batch
-from infinigen_jax.server.job import Intake, Job, RefusedError
+from infinigen_jax.server.answer import Answer, Job, RefusedError
+from infinigen_jax.server.batch import NewToken, RoundBatch, SteppedBatch
 from infinigen_jax.server.limits import READERS, Limits
 from infinigen_jax.server.metrics import Metrics
-from infinigen_jax.server.prefix_cache import PrefixCache
+from infinigen_jax.server.prefix_cache import Node, PrefixCache
 
 UNAVAILABLE = "the server is starting or stopping"
 
 logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(eq=False)
+class Intake:
+    """Prompt that is read, or complete and waiting for sequences.
+
+    `node` is that of the prefix cache at the end of the tokens read so far; `stored` are the nodes
+    up to it that are still to be copied. `admitted` answers have a sequence.
+    """
+
+    job: Job
+    reading: Reading | None = None
+    node: Node | None = None
+    stored: collections.deque[Node] = dataclasses.field(default_factory=collections.deque)
+    admitted: int = 0
+
+    @property
+    def complete(self) -> bool:
+        return self.reading is not None and self.reading.complete
 
 
 class Scheduler:
@@ -42,6 +60,7 @@ class Scheduler:
 
     def __init__(self, engine: Engine, limits: Limits):
         self.engine, self.limits, self._metrics = engine, limits, Metrics(engine.decoder)
+        self._lossless = engine.runtime.settings.lossless
         self.ready, self.failure = threading.Event(), None
         self.failed: Callable[[], None] = lambda: None
         self.prepare: Callable[[], Any] = lambda: None  # its errors are ignored
@@ -84,10 +103,7 @@ class Scheduler:
             self._wake.notify()
 
     def stop(self, seconds: float) -> bool:
-        """End the thread after the step in progress; unfinished requests fail.
-
-        Return whether it ended within this time.
-        """
+        """End the thread after the step in progress, and say if it ended within this time."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -101,7 +117,6 @@ class Scheduler:
         return compilations() - self._compiled if self.ready.is_set() else 0
 
     def metrics_text(self) -> bytes:
-        """Return the metrics in Prometheus' text format."""
         self._metrics.compilations.set(self.late_compilations)
         if self._prefixes is not None:
             self._metrics.prefix_bytes.set(self._prefixes.bytes)
@@ -136,15 +151,13 @@ class Scheduler:
             self.failed()
 
     def _make(self) -> None:
-        self._batch = served_batch(self.engine, self.limits, self._metrics)
+        kind = RoundBatch if self._lossless else SteppedBatch
+        self._batch = kind(self.engine, self.limits, self._metrics)
         host = self._batch.live.cache.host
         self._metrics.host_bytes.set(0 if host is None else host.nbytes)
 
     def _warm_up(self) -> Iterator[None]:
-        """Run every program: a prompt of each chunk length, and steps with each kind of draw.
-
-        Yield between programs, so that a server may stop there.
-        """
+        """Run every program; yield between them, so that a server may stop there."""
         limits, reading = self.limits, None
         for length in chunk_lengths(limits.chunk):
             yield
@@ -164,7 +177,8 @@ class Scheduler:
         """Wait for work; return False when stopping."""
         with self._wake:
             running, begun = len(self._batch.running), len(self._intakes)
-            self._metrics.queue(len(self._waiting) + begun, running)
+            self._metrics.waiting.set(len(self._waiting) + begun)
+            self._metrics.running.set(running)
             self._free = self.limits.batch - running - begun
             while not (self._stopping or self._waiting or self._intakes or self._batch.running):
                 self._wake.wait()
@@ -194,17 +208,15 @@ class Scheduler:
         self._intakes.append(intake)
         if intake.reading is None:
             intake.reading = self._begin(intake)
-        if intake.stored:
-            assert self._prefixes is not None
+        if self._prefixes is not None and intake.stored:
             node, reading = intake.stored.popleft(), intake.reading
             reading.cache = self._prefixes.fill(node, reading.cache)
             return
         intake.reading.advance()
         intake.job.read_tokens = intake.reading.done
-        if self.engine.runtime.settings.lossless:
+        if self._lossless:
             intake.reading.wait()  # or it would slow the next round, which is timed
-        if intake.node is not None:
-            assert self._prefixes is not None
+        if self._prefixes is not None and intake.node is not None:
             intake.node = self._prefixes.store(intake.node, intake.reading)
 
     def _begin(self, intake: Intake) -> Reading:
@@ -235,16 +247,16 @@ class Scheduler:
     def _join(self) -> None:
         """Give sequences to the answers of complete prompts."""
         for intake in [intake for intake in self._intakes if intake.complete]:
+            reading = intake.reading
+            assert reading is not None
             while intake.admitted < intake.job.answers:
                 if (sequence := self._batch.free) is None:
                     return
                 answer = Answer(self.engine.model.tokenizer, intake.job, intake.admitted)
-                assert intake.reading is not None
-                self._batch.join(sequence, intake.reading, answer)
+                self._batch.join(sequence, reading, answer)
                 intake.admitted += 1
             self._intakes.remove(intake)
-            assert intake.reading is not None
-            self._batch.reuse(intake.reading)
+            self._batch.reuse(reading)
 
     def _take(self, new: NewToken, now: float) -> None:
         """Send a new token's text, unless its answer has ended."""
@@ -252,44 +264,35 @@ class Scheduler:
         if self._batch.running.get(new.sequence) is not answer or job.cancelled:
             return
         if answer.matcher is not None and answer.matcher.is_error():
-            self._refuse(job, answer.matcher.get_error().splitlines()[0])
+            # llguidance cannot follow the schema any further.
+            problem = answer.matcher.get_error().splitlines()[0]
+            job.send(RefusedError(problem, "response_format"))
+            job.outcome, job.cancelled = "refused", True
             return
-        piece = answer.push(new.token, new.choice)
-        if new.heat is not None:
-            piece = dataclasses.replace(piece, heat=new.heat)
-        self._send(new.sequence, answer, piece, now)
-
-    def _send(self, sequence: int, answer: Answer, piece: Piece, now: float) -> None:
-        job = answer.job
+        piece = answer.push(new.token, None if job.top is None else new.choice, new.heat)
         job.new_tokens += 1
         job.begun += not answer.last
         self._metrics.token(now - (answer.last or job.arrived), first=not answer.last)
         job.first, job.last, answer.last = job.first or now, now, now
         if piece.finish is not None:
-            self._batch.leave(sequence)
+            self._batch.leave(new.sequence)
             job.finished += 1
         if job.finished == job.answers:
             self._metrics.done(job, "ok")
         if not job.cancelled:
             job.send(piece)
 
-    def _refuse(self, job: Job, problem: str) -> None:
-        """End a request if llguidance cannot follow its schema any further."""
-        job.send(RefusedError(f"response_format: {problem}", "response_format"))
-        job.outcome, job.cancelled = "refused", True
-
     def _fail(self, error: Exception, *, begun_only: bool = False) -> None:
         """End every request with an error, or those that have begun."""
-        jobs: dict[Job, None] = {}
+        jobs = [intake.job for intake in self._intakes]
+        self._intakes.clear()
         if not begun_only:
             with self._wake:
-                jobs |= {job: None for job in self._waiting}
+                jobs += self._waiting
                 self._waiting.clear()
-        jobs |= {intake.job: None for intake in self._intakes}
-        self._intakes.clear()
         if hasattr(self, "_batch"):  # not if a new one could not be made
-            jobs |= {answer.job: None for answer in self._batch.running.values()}
+            jobs += [answer.job for answer in self._batch.running.values()]
             self._batch.running.clear()
-        for job in jobs:
+        for job in dict.fromkeys(jobs):
             self._metrics.done(job, "failed")
             job.send(error)

@@ -27,9 +27,8 @@ class EngineOptions(Settings):
             where looking rows up costs more than moving them.
         weights: with "host" the layers' weights are moved for each step; results are equal. `load`
             takes it as well.
-        lossless: see `engine.lossless`. Not with policy full or a pool.
-        draft_tokens: see `engine.draft_length`.
-        draft_weights: see `engine.drafter`. Not for a model whose weights are small already.
+        lossless: see docs/lossless.md. Not with policy full or a pool.
+        draft_weights: not for a model whose weights are small already.
         check: a NaN or an infinity ends a run with `finite_check.NotFiniteError`. Uses the fused
             schedule.
         prefill_chunk: by default `prefill.longest_chunk`. With a pool, prompts are read in one

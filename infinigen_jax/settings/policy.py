@@ -42,31 +42,25 @@ class BudgetSettings(ResidentSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InfiniGenSettings(BudgetSettings):
-    """Settings of InfiniGen; those without a command-line option follow the policy's name.
+    """Settings of InfiniGen (docs/policies-infinigen.md); those without an option follow its name.
 
     Attributes:
-        index_dtype: format of the index. "auto" is bfloat16, but float32 on the CPU. With int4,
-            three quarters of the columns take little more memory than a fifth of them in bfloat16.
+        index_dtype: "auto" is bfloat16, but float32 on the CPU. With int4, three quarters of the
+            columns take little more memory than a fifth of them in bfloat16.
         count: "head" counts the rows that pass alpha for each KV head; "mean" takes the mean over
             all heads and sequences of the batch, as in the paper's code.
         streamed_layers: first layers without speculation; on the host they are streamed whole.
-        basis: basis of the index, "svd" (the paper's) or "balanced"; "auto" is the model's.
-        query: query that selects rows. "plain" is computed from the previous layer's unchanged
-            input, as in the paper; "corrected" has a correction fitted on calibration text; "own"
-            is the layer's true query, for which the layer waits. "auto" is own if attention reads
-            rows in host memory, so that a prefetch has nothing to hide; else corrected if the model
-            stores a correction, else plain.
-        speculate_from: state that the query is predicted from. "resident", the state after
-            attention to the resident rows, is a better guess than "input", the paper's, and waits
-            for no transfer. "auto" is the source that the model was converted for, else "input".
-            Ignored for an own query.
-        layer_budgets: "calibrated" distributes the budget by the loss of each layer on calibration
-            text (`speculation.layer_budgets`); "auto" does so if the conversion measured the
-            losses, and is "equal" otherwise.
+        basis: basis of the index; "auto" is the model's, "svd" the paper's.
+        query: query that selects rows. "auto" is own, for which the layer waits, if attention reads
+            rows in host memory, so that a prefetch has nothing to hide; else corrected, by a
+            regression, if the model stores one; else plain, the paper's.
+        speculate_from: hidden state that the query is predicted from. "auto" is the one that the
+            model was converted for, else "input", the paper's. Ignored for an own query.
+        layer_budgets: "auto" distributes the budget by the loss of each layer on calibration text
+            (`speculation.layer_budgets`) if the conversion measured it; else it is "equal".
         tail: whether to attend to the mean of unfetched rows.
-        tail_tokens: neighbouring tokens that share their mean value and the weight given by the
-            layer's own query and the index. 0 combines all tokens and weighs them by the speculated
-            scores; always 0 with a pool, whose neighbouring slots are unrelated.
+        tail_tokens: neighbouring tokens that share an entry of the tail. 0 combines all tokens;
+            always 0 with a pool, whose neighbouring slots are unrelated.
         tail_columns: index columns that predict how a value differs from the mean of its
             neighbours, see `speculation.tail`. Always 0 if the conversion did not measure the
             moments, and with `tail_tokens` 0 or 1.

@@ -13,16 +13,11 @@ from infinigen_jax.numeric import Check, check_value
 
 
 class Option(NamedTuple):
-    """Part of a setting beyond its name, type and default.
+    """Part of a setting beyond its name, type and default."""
 
-    Attributes:
-        help: noun phrase that names the setting, then its effect; empty if no option sets it.
-        check: allowed values; None for any.
-    """
-
-    help: str
+    help: str  # noun phrase that names the setting, then its effect; empty if no option sets it
     metavar: str = ""
-    check: Check | None = None
+    check: Check | None = None  # allowed values; None for any
 
 
 def setting(default: Any, help: str = "", metavar: str = "", check: Check | None = None) -> Any:

@@ -13,11 +13,13 @@ which is a geometric sum. Computed in NumPy float64, once per model. The factors
 to the columns after the rotation do not turn: they are divided out and multiplied in again.
 """
 
+from typing import Any
+
 import numpy as np
 from jaxtyping import Float
 
 from infinigen_jax.models.rope import Rope
-from infinigen_jax.skew.basis import GuessMoments, Moments
+from infinigen_jax.skew.basis import GuessMoments
 from infinigen_jax.skew.tail_moments import BlockMoments
 
 Factors = float | Float[np.ndarray, " d"]  # on the columns of rotated vectors; not zero
@@ -31,31 +33,21 @@ def offsets(rope: Rope | None, max_positions: int, length: int) -> int:
     return max(1, reach - length + 1)
 
 
-def mean_moments(
-    moments: Moments, rope: Rope, number: int, query: Factors = 1.0, key: Factors = 1.0
-) -> Moments:
-    """Return the mean of the moments over text positions 0 .. number - 1."""
-    return moments._replace(
-        query_gram=_mean_products(moments.query_gram, rope, number, query),
-        key_gram=_mean_products(moments.key_gram, rope, number, key),
-        key_sum=_mean_sums(moments.key_sum, rope, number, key),
+def mean_over_positions(
+    sums: Any, rope: Rope, number: int, query: Factors = 1.0, key: Factors = 1.0
+) -> Any:
+    """Return the mean of moments, of one of the three kinds, over positions 0 .. number - 1."""
+    if isinstance(sums, GuessMoments):
+        return GuessMoments(*(_mean_products(product, rope, number, query) for product in sums))
+    if isinstance(sums, BlockMoments):  # values are not rotated
+        turned = _mean_sums(sums.cross_covariance.swapaxes(1, 2), rope, number, key)
+        keys = _mean_products(sums.key_covariance, rope, number, key)
+        return BlockMoments(keys, turned.swapaxes(1, 2))
+    return sums._replace(
+        query_gram=_mean_products(sums.query_gram, rope, number, query),
+        key_gram=_mean_products(sums.key_gram, rope, number, key),
+        key_sum=_mean_sums(sums.key_sum, rope, number, key),
     )
-
-
-def mean_blocks(
-    moments: BlockMoments, rope: Rope, number: int, query: Factors = 1.0, key: Factors = 1.0
-) -> BlockMoments:
-    """Return the mean of within-block moments over text positions; values are not rotated."""
-    keys = _mean_products(moments.key_covariance, rope, number, key)
-    turned = _mean_sums(moments.cross_covariance.swapaxes(1, 2), rope, number, key)
-    return BlockMoments(keys, turned.swapaxes(1, 2))
-
-
-def mean_guess(
-    guess: GuessMoments, rope: Rope, number: int, query: Factors = 1.0, key: Factors = 1.0
-) -> GuessMoments:
-    """Return the mean of a predicted query's moments over text positions."""
-    return GuessMoments(*(_mean_products(product, rope, number, query) for product in guess))
 
 
 def _mean_products(

@@ -22,13 +22,13 @@ from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from infinigen_jax import cuda
 from infinigen_jax.cache.layers import Slots
-from infinigen_jax.cuda import scoring
+from infinigen_jax.cuda import calls
 from infinigen_jax.ops.barriers import compute_once
 from infinigen_jax.ops.quantize import affine_codes
 from infinigen_jax.ops.reductions import summed
 from infinigen_jax.ops.span import Span, put_span
-from infinigen_jax.selection.rest import log_rest
-from infinigen_jax.selection.select import Request, Rest
+from infinigen_jax.ops.used_slots import padded
+from infinigen_jax.selection.select import Request, Rest, log_rest
 
 BITS = 4  # bits of a code
 CODES = 32 // BITS  # codes in a word
@@ -59,12 +59,10 @@ class IndexFormat:
 
     @property
     def quantised(self) -> bool:
-        """Whether entries are integer codes."""
         return self.name == "int4"
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Dtype of the array."""
         if self.quantised:
             return jnp.dtype(jnp.uint32)
         if self.name == "auto":
@@ -84,7 +82,7 @@ class IndexFormat:
     @property
     def by_kernel(self) -> bool:
         """Whether programs traced now compute scores with a CUDA kernel."""
-        return self.quantised and self.columns <= scoring.MAX_COLUMNS and cuda.in_use()
+        return self.quantised and self.columns <= calls.MAX_COLUMNS and cuda.in_use()
 
     def empty(self, batch: int, kv_heads: int, capacity: int) -> Shaped[Array, "b k e t"]:
         """Return an index without entries, for `capacity` tokens."""
@@ -113,16 +111,15 @@ class IndexFormat:
     ) -> Float[Array, "b k g t"]:
         """Return the speculated attention logits of all slots in float32; -inf if not eligible."""
         if cap is not None:
-            return _masked(cap(self.scores(query, index)), eligible)
-        if not self.quantised:
+            scores = cap(self.scores(query, index))
+        elif not self.quantised:
             query = query.astype(index.dtype)
             scores = jnp.einsum("bkgr,bkrt->bkgt", query, index, preferred_element_type=jnp.float32)
-            return _masked(scores, eligible)
-        query = query.astype(jnp.float32)
-        if self.by_kernel:
-            scores = scoring.index_scores(query, index)
-            return _masked(scores, eligible)
-        return self._scores_of_codes(query, index, eligible)
+        elif self.by_kernel:
+            scores = calls.index_scores(query.astype(jnp.float32), index)
+        else:
+            return self._scores_of_codes(query.astype(jnp.float32), index, eligible)
+        return _masked(scores, eligible)
 
     # One trace serves all layers; it takes half the time of tracing a layer.
     @functools.partial(jax.jit, static_argnums=0)
@@ -132,12 +129,9 @@ class IndexFormat:
         index: UInt32[Array, "b k e t"],
         eligible: Bool[Array, "b kv t"] | None,
     ) -> Float[Array, "b k g t"]:
-        def masked(scores: Array) -> Array:
-            return _masked(scores, eligible)
-
-        padding = self.code_words * CODES - self.columns
-        by_word = jnp.pad(query, ((0, 0), (0, 0), (0, 0), (0, padding)))
+        by_word = padded(query, self.code_words * CODES, 0)
         by_word = by_word.reshape(*query.shape[:3], self.code_words, CODES)
+        masked = functools.partial(_masked, eligible=eligible)
 
         def begin() -> tuple[Array, Array]:
             """Return the tokens' steps, and the part of the scores that is independent of codes."""
@@ -162,24 +156,16 @@ class IndexFormat:
         columns: int = 0,
         cap: Cap | None = None,
     ) -> Rest:
-        """Return `selection.rest.log_rest` of the scores of host-only rows, by block of `slots`.
+        """Return `log_rest` of the scores of host-only rows, by block of `slots`.
 
         `columns` is the width of `Rest.entry`; 0 for none.
         """
         capacity = index.shape[3]
         blocks = slots.blocks(capacity)
-        if cap is None and self.by_kernel and capacity // blocks in scoring.TAIL_BLOCKS:
-            return scoring.index_rest(
-                query.astype(jnp.float32),
-                index,
-                positions,
-                request.slots,
-                request.count,
-                blocks,
-                slots.sinks,
-                slots.window,
-                columns,
-            )
+        if cap is None and self.by_kernel and capacity // blocks in calls.TAIL_BLOCKS:
+            sizes = blocks, slots.sinks, slots.window, columns
+            query = query.astype(jnp.float32)
+            return calls.index_rest(query, index, positions, request.slots, request.count, *sizes)
         eligible = slots.eligible(positions, capacity)[:, None]
         entries = functools.partial(self.sums, index=index, columns=columns) if columns else None
         scores = self.scores(query, index, cap=cap)
@@ -220,8 +206,7 @@ class IndexFormat:
         for column in range(CODES):
             shift = BITS * column
             if column < CODES - 1:
-                # Masked without a shift, the code is 2^shift too large; the query is divided by
-                # that factor instead, which saves a shift per code.
+                # Without a shift the code is 2^shift too large, by which the query is divided.
                 code = words & jnp.uint32((2**BITS - 1) << shift)
             else:
                 code, shift = words >> shift, 0  # these bits include the sign bit
@@ -287,10 +272,10 @@ def _masked(
 
 
 def rounding_bias(query: Float[Array, "*b r"]) -> Float[Array, "*b 1"]:
-    """Return the mean increase of scores by the codes' rounding, for a step of 1.
+    """Return the mean increase of scores by the codes' rounding, over the squared step.
 
-    It is proportional to the squared step. A code's error is uniform over a step, with variance
-    step^2 / 12, which multiplies the mean of e^score by e^(variance / 2).
+    A code's error is uniform over a step, with variance step^2 / 12, which multiplies the mean of
+    e^score by e^(variance / 2).
     """
     return jnp.sum(jnp.square(query), axis=-1, keepdims=True) / 24
 

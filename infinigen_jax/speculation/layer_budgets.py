@@ -5,6 +5,7 @@ shares, with the given mean, that minimise the sum of squared relative errors, a
 different layers were independent.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ def share_out(curves: Curves, layers: Sequence[int], mean: float) -> tuple[float
     least = curves.shares[0]
     if mean <= least:
         return (mean,) * len(layers)
-    shares = {layer: least for layer in layers}
+    shares = dict.fromkeys(layers, least)
     left = (mean - least) * len(layers)
     # Steepest first; ties by layer. The pieces of a hull are already in order.
     pieces = [piece for layer in layers for piece in _pieces(curves, layer)]
@@ -38,7 +39,8 @@ def share_out(curves: Curves, layers: Sequence[int], mean: float) -> tuple[float
         gain = min(length, left)
         shares[layer] += gain
         left -= gain
-    return tuple(_rounded(shares[layer]) for layer in layers)
+    # Rounded down to a multiple of 1 / STEP.
+    return tuple(min(1.0, int(shares[layer] * STEP + 1e-6) / STEP) for layer in layers)
 
 
 def _pieces(curves: Curves, layer: int) -> list[tuple[float, int, float]]:
@@ -49,14 +51,8 @@ def _pieces(curves: Curves, layer: int) -> list[tuple[float, int, float]]:
         while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], point):
             hull.pop()
         hull.append(point)
-    pairs = zip(hull, hull[1:], strict=False)
-    return [(_slope(a, b), layer, b[0] - a[0]) for a, b in pairs]
+    return [(_slope(a, b), layer, b[0] - a[0]) for a, b in itertools.pairwise(hull)]
 
 
 def _slope(a: tuple[float, float], b: tuple[float, float]) -> float:
     return (b[1] - a[1]) / (b[0] - a[0])
-
-
-def _rounded(share: float) -> float:
-    """Round a share down to a multiple of 1 / STEP."""
-    return min(1.0, int(share * STEP + 1e-6) / STEP)

@@ -7,12 +7,9 @@
 
 The basis orders its columns by energy, so the most important columns are always the leading ones.
 
-Three options are not in the paper; a conversion prepares the second and the third.
-- A better approximation is the hidden state after layer l's attention to its resident rows alone,
-  normalised with layer l+1's parameters. It waits for no rows, so the transfer for layer l+1 still
-  overlaps with all of layer l except the projections.
-- A balanced basis (`skew.basis`).
-- A query corrected on calibration text (`skew.query_correction`).
+Not in the paper are a prediction from the state after layer l's attention to its resident rows, a
+balanced basis (`skew.basis`) and a corrected query (`skew.query_correction`), see
+docs/policies-infinigen.md.
 """
 
 from collections.abc import Callable
@@ -24,9 +21,8 @@ from jaxtyping import Array, Float, Int
 
 from infinigen_jax.errors import ParameterError
 from infinigen_jax.models.base import ModelConfig, Params
-from infinigen_jax.models.linear import in_full, project
+from infinigen_jax.models.linear import in_full, project, split
 from infinigen_jax.models.llama import Layer
-from infinigen_jax.models.packed import split
 from infinigen_jax.models.small_weights import shrink_part, small_dtype
 from infinigen_jax.ops.attention import soft_capped
 
@@ -59,16 +55,14 @@ def choose_query(model: "Model", query: str) -> str:
 
 def choose_source(model: "Model", query: str, source: str) -> str:
     """Return the source of the prediction; "auto" is the one that the model was converted for."""
-    if query != "corrected":
-        return model.speculate_from if source == "auto" else source
-    if source not in ("auto", model.speculate_from):
+    if query == "corrected" and source not in ("auto", model.speculate_from):
         raise ParameterError(
             "speculate_from",
             f"the model's corrected query is for {model.speculate_from}; convert it again for "
             f"{source}, or use `query` plain",
             source,
         )
-    return model.speculate_from
+    return model.speculate_from if source == "auto" else source
 
 
 def speculation_weights(
@@ -90,15 +84,14 @@ def speculation_weights(
     weights if the layer's is.
 
     Args:
-        layer: number of the layer in the model.
         centred: whether to add the mean calibration key, if known: "centre" [k, r] in the index's
             coordinates, "mean" [k, d] in those of the cached keys.
-        basis: one of `settings.policy.BASES`.
-        query: one of `settings.policy.QUERIES`. "own" needs only the arrays of the index.
+        basis, query: of `settings.policy.BASES` and `QUERIES`; "own" needs only the arrays of the
+            index.
         true: whether to add the map from the layer's own query to the index's coordinates, if the
-            basis changes: "inverse" [k, r, d], the leading rows of the inverse basis. If the index
-            has all columns, scores are then exact. Otherwise they are the part of the scores that
-            the columns explain; the columns of a balanced basis are mutually uncorrelated.
+            basis changes: "inverse" [k, r, d], the leading rows of the inverse basis. Scores are
+            then exact, or with fewer than d columns the part that the columns explain, because the
+            columns of a balanced basis are mutually uncorrelated.
     """
     config = model.config
     basis, query = choose_basis(model, basis), choose_query(model, query)
@@ -129,26 +122,23 @@ def speculation_weights(
     if query == "own":
         return weights
     stored = split(model.params["layers"][layer], config.query_width)["q"]
-
-    def in_form(projection: Params) -> Params:
-        small = small_dtype({"q": stored})
-        return projection if small is None else shrink_part(projection, small)
-
+    name = "ahead"
     if config.rope is None:
-        projection = projection or in_full(stored, config.hidden_size, model.dtype)
-        partial = _partial_projection(config, projection, pair, columns)
-        return weights | {"partial": in_form(partial)}
+        name, full = "partial", projection or in_full(stored, config.hidden_size, model.dtype)
+        projection = _partial_projection(config, full, pair, columns)
+    elif pair is not None:
+        weights["query"] = pair.query[..., :columns]
     if projection is not None:
-        weights["ahead"] = in_form(projection)
-    return weights | ({} if pair is None else {"query": pair.query[..., :columns]})
+        small = small_dtype({"q": stored})
+        weights[name] = projection if small is None else shrink_part(projection, small)
+    return weights
 
 
 def _inverse(basis: Float[Array, "k d r"]) -> Float[Array, "k r d"]:
     """Return the inverse of each head's basis, with zero rows for negligible columns.
 
-    A column of a balanced basis is negligible if queries or keys never used its direction in the
-    calibration text. The inverse would amplify its codes in a low-precision index, which are only
-    rounding. For a head whose queries are all zero, every column is negligible.
+    They are of directions that queries or keys never used in the calibration text. The inverse
+    would amplify their codes in a low-precision index, which are only rounding.
     """
     length = jnp.linalg.norm(basis, axis=1, keepdims=True)
     significant = length > 1e-4 * jnp.max(length, axis=2, keepdims=True)
@@ -182,9 +172,7 @@ def speculate_query(
 ) -> Float[Array, "b k g r"]:
     """Return the partial query of a layer (section 4.3 of the paper).
 
-    Args:
-        weights: its `speculation_weights`.
-        a: approximation of its attention input.
+    `weights` are its `speculation_weights`, and `a` approximates its attention input.
     """
     if "partial" in weights:
         q = project(a, weights["partial"])
@@ -204,9 +192,7 @@ def own_query(
 ) -> Float[Array, "b k g r"]:
     """Return a layer's own query, scaled and rotated, in the index's coordinates; float32.
 
-    Its product with an index entry is the attention logit, or the part explained by the index's
-    columns if it has fewer than d. With a "centre" in the weights, the logit of the mean key is
-    missing (see `mean_score`).
+    With a "centre" in the weights, its scores lack the logit of the mean key (`mean_score`).
     """
     query = query.astype(jnp.float32)
     if "inverse" in weights:
@@ -217,7 +203,7 @@ def own_query(
 def mean_score(
     mean: Float[Array, "k d"] | None, query: Float[Array, "b k g d"]
 ) -> Float[Array, "b k g 1"]:
-    """Return the mean key's logit for a true query, which centred scores lack; 0 without a mean."""
+    """Return the mean key's logit, which centred scores lack; 0 without a mean."""
     if mean is None:
         return jnp.zeros((*query.shape[:3], 1), jnp.float32)
     mean = mean.astype(jnp.float32)
@@ -229,17 +215,14 @@ def soft_cap(
 ) -> Callable[[Float[Array, "b k g t"]], Float[Array, "b k g t"]] | None:
     """Return the function that bounds the index's scores; None for a model without a cap.
 
-    It adds the mean key's logit, which centred scores lack: for the true `query`, or if that is
-    None for the speculated one.
+    It adds the mean key's logit for the true `query`, or if that is None for the speculated one.
     """
     if "softcap" not in weights:
         return None
-    mean = jnp.float32(0.0)
-    if query is not None:
+    if query is None:
+        mean = mean_score(weights.get("centre"), partial_query)
+    else:
         mean = mean_score(weights.get("mean"), query)
-    elif "centre" in weights:
-        mean = jnp.einsum("bkgr,kr->bkg", partial_query.astype(jnp.float32), weights["centre"])
-        mean = mean[..., None]
     return lambda scores: soft_capped(scores + mean, weights["softcap"])
 
 
@@ -248,8 +231,7 @@ def partial_keys(
 ) -> Float[Array, "b k r n"]:
     """Return the index columns of cached keys, float32.
 
-    A "centre" in the weights is subtracted. A constant in all keys adds the same to all scores of a
-    query, so their order and differences stay.
+    A "centre" in the weights is subtracted, which changes all scores of a query alike.
     """
     keys = keys.astype(jnp.float32)
     if "key" in weights:

@@ -36,7 +36,7 @@ def fit_slope(
 ) -> Float[Array, "k c d"]:
     """Fit S for the leading columns of the keys' change of basis; float32, enough with the ridge.
 
-    Covariances are within blocks; `cross_covariance` is of keys (rows) with values (columns).
+    `cross_covariance` is of keys (rows) with values (columns).
     """
     change = jnp.asarray(columns, jnp.float32)
     with jax.default_matmul_precision("highest"):

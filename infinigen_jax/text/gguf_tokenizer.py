@@ -75,7 +75,6 @@ SPECIAL = {
 
 
 def gguf_tokenizer(file: GgufFile) -> Tokenizer:
-    """Build the tokenizer of a GGUF file."""
     settings = {
         name.removeprefix("tokenizer.ggml."): value
         for name, value in file.metadata.items()
@@ -89,13 +88,13 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
     template = file.metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise InputError(f"{file.path}: tokenizer.chat_template is not a text; get the file again")
-    architecture = str(file.metadata.get("general.architecture"))
+    settings["architecture"] = str(file.metadata.get("general.architecture"))
     with refused(str(file.path)), silent_panics():
         tokens = settings["tokens"]
         if len(set(tokens)) != len(tokens):
             raise ValueError("two tokens have the same text")
-        backend = build(settings, architecture)
-        _add_special(backend, settings, architecture)
+        backend = build(settings)
+        _add_special(backend, settings)
         names = {
             name: tokens[settings[key]]
             for name, key in SPECIAL.items()
@@ -123,7 +122,7 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
     }
 
 
-def _byte_level(settings: dict[str, Any], architecture: str) -> "tokenizers.Tokenizer":
+def _byte_level(settings: dict[str, Any]) -> "tokenizers.Tokenizer":
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     vocabulary = {token: i for i, token in enumerate(settings["tokens"])}
@@ -145,10 +144,10 @@ def _byte_level(settings: dict[str, Any], architecture: str) -> "tokenizers.Toke
     return backend
 
 
-def _sentencepiece(settings: dict[str, Any], architecture: str) -> "tokenizers.Tokenizer":
+def _sentencepiece(settings: dict[str, Any]) -> "tokenizers.Tokenizer":
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    tokens, gemma = settings["tokens"], architecture.startswith("gemma")
+    tokens, gemma = settings["tokens"], settings["architecture"].startswith("gemma")
     # The scores of Gemma's tokens do not follow the order of its merges.
     scores = -np.arange(len(tokens)) if gemma else np.asarray(settings["scores"])
     kinds = np.asarray(settings.get("token_type", ()))
@@ -183,15 +182,13 @@ def _merges(
     return merges
 
 
-def _add_special(
-    backend: "tokenizers.Tokenizer", settings: dict[str, Any], architecture: str
-) -> None:
+def _add_special(backend: "tokenizers.Tokenizer", settings: dict[str, Any]) -> None:
     """Add the tokens that are never split, and those at the beginning and end of a text."""
     from tokenizers import AddedToken, processors
 
     tokens, kinds = settings["tokens"], settings.get("token_type", ())
     # Phi-3's special tokens absorb the white space after them, which its files do not say.
-    strips = architecture == "phi3" and settings["model"] == "llama"
+    strips = settings["architecture"] == "phi3" and settings["model"] == "llama"
 
     def added(text: str, special: bool) -> AddedToken:
         rstrip = strips and special and text not in KEEP_SPACE

@@ -1,10 +1,12 @@
-"""Tokenizers of model folders, loaded without running code of the folder.
+"""Tokenizers and chat templates of model folders, used without running code of the folder.
 
 The `tokenizers` library reads `tokenizer.json`. Folders without that file (vocab.json and
 merges.txt, or tokenizer.model) need transformers, which takes seconds to import.
 """
 
 import contextlib
+import datetime
+import functools
 import json
 import os
 import re
@@ -18,6 +20,7 @@ from infinigen_jax.files.regular import TOKENIZER_FILES, read_json
 from infinigen_jax.text.detokenize import checked_text
 
 if TYPE_CHECKING:
+    import jinja2  # its import takes a tenth of a second
     import tokenizers
 
 SETTINGS_FILE = "tokenizer_config.json"
@@ -32,11 +35,9 @@ TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "spe
 class Tokenizer:
     """Tokenizer of a model folder, defined by its `tokenizer.json`.
 
-    It equals that of transformers, except where transformers 5 replaces the file's normalizer: with
-    LLaMA 2's, which the model was trained with, texts that begin with a space or follow a special
-    token have one token more.
-
-    `special_tokens` are texts by name, such as `bos_token`. Errors begin with `where`.
+    It equals that of transformers, except where transformers 5 replaces the normalizer of LLaMA 2's
+    file: texts that begin with a space or follow a special token then have one token more here, as
+    in training. `special_tokens` are texts by name, such as `bos_token`; errors begin with `where`.
     """
 
     def __init__(
@@ -49,20 +50,15 @@ class Tokenizer:
         self.backend, self.chat_template = backend, chat_template
         self.special_tokens = dict(special_tokens or {})
         self._where = where
-
-    @property
-    def bos_token_id(self) -> int | None:
-        """Token that begins a text; None if the folder names none."""
-        return self._id("bos_token")
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """Token that ends a text; None if the folder names none."""
-        return self._id("eos_token")
+        # Tokens that begin and end a text; None if the folder names none.
+        self.bos_token_id, self.eos_token_id = (
+            backend.token_to_id(self.special_tokens[name]) if name in self.special_tokens else None
+            for name in ("bos_token", "eos_token")
+        )
 
     @property
     def end_ids(self) -> list[int]:
-        """Tokens that end a text or a turn of a chat, by name."""
+        """Tokens that end a text or a turn of a chat."""
         ids = (self.backend.token_to_id(name) for name in TURN_ENDS)
         return [i for i in (self.eos_token_id, *ids) if i is not None]
 
@@ -82,13 +78,9 @@ class Tokenizer:
         """Return a token's name in the vocabulary; None for ids outside of it."""
         return self.backend.id_to_token(token)
 
-    def _id(self, name: str) -> int | None:
-        text = self.special_tokens.get(name)
-        return None if text is None else self.backend.token_to_id(text)
-
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load the tokenizer of a model folder, without downloads and without code of the folder."""
+    """Load the tokenizer of a model folder, without downloads."""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         names = ", ".join(TOKENIZER_FILES)
         raise InputError(f"{folder}: has no tokenizer ({names}); copy the model's files into it")
@@ -121,8 +113,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 def encode_further(tokenizer: Any, text: str) -> list[int]:
     """Return the tokens of a text that continues another, without special tokens.
 
-    Some tokenizers put a space before a text. The text is therefore encoded after a line or a word,
-    whose tokens are dropped with the space.
+    Some tokenizers put a space before a text: it is encoded after a line or a word, whose tokens
+    are dropped.
     """
     for before in ("\n", "a"):
         front = tokenizer.encode(before, add_special_tokens=False)
@@ -145,9 +137,9 @@ def check_vocabulary(parameter: str, tokens: Iterable[int], vocabulary: int) -> 
 def _check_prefix(data: bytes) -> None:
     """Check that all merges have the subword prefix, if `tokenizer.json` has one.
 
-    The compiled library cuts the prefix off unchecked, and a cut inside a character can end the
-    process. Files without a prefix are large and are not parsed a second time.
+    The compiled library cuts it off unchecked; a cut inside a character can end the process.
     """
+    # Files are large, and those without a prefix are not parsed a second time.
     if not re.search(rb'"continuing_subword_prefix"\s*:\s*"[^"]', data):
         return
     model = json.loads(data)["model"]
@@ -280,15 +272,13 @@ def refused(where: str, remedy: str = AGAIN) -> Iterator[None]:
 def silent_panics() -> Iterator[None]:
     """Suppress panic messages of the compiled library on stderr.
 
-    Only in the main thread: the file descriptor belongs to all threads, and two threads that
-    exchange it could leave it closed for all.
+    Only in the main thread: two threads that exchange the file descriptor could leave it closed.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    try:
-        before = os.dup(2)
-    except OSError:  # closed by the caller
+    before = -1
+    if threading.current_thread() is threading.main_thread():
+        with contextlib.suppress(OSError):  # closed by the caller
+            before = os.dup(2)
+    if before < 0:
         yield
         return
     with open(os.devnull, "wb") as nowhere:
@@ -298,3 +288,55 @@ def silent_panics() -> Iterator[None]:
     finally:
         os.dup2(before, 2)
         os.close(before)
+
+
+def render_chat(
+    template: str,
+    messages: list[dict[str, Any]],
+    special_tokens: dict[str, str],
+    tools: list[dict[str, Any]] | None = None,
+    variables: dict[str, Any] | None = None,
+) -> str:
+    """Render a chat template as `transformers` does, with a prompt for the next answer.
+
+    `tools` are functions that the model may call, in OpenAI's format; `variables`, such as
+    `enable_thinking`, may replace all but the messages and the tools. Raise InputError if the
+    template is invalid or refuses the messages.
+    """
+    others = {"documents": None, "add_generation_prompt": True, **special_tokens}
+    inputs = others | (variables or {}) | {"messages": messages, "tools": tools}
+    try:
+        return _compiled(template).render(inputs)
+    except Exception as error:  # a template may raise anything
+        reason = (str(error) or type(error).__name__)[:1000]
+        raise InputError(
+            f"the chat template refuses this ({reason}); give another as `chat_template`"
+        ) from None
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(template: str) -> "jinja2.Template":
+    """Compile a template, with the functions and blocks that transformers' templates use."""
+    import jinja2
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """Block `{% generation %}`, which marks an answer for training and changes nothing here."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    sandbox = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    sandbox.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    sandbox.globals["raise_exception"] = raise_exception
+    sandbox.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return sandbox.from_string(template)

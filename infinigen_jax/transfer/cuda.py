@@ -24,15 +24,11 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class CudaTransfer:
-    """Transfer by a CUDA kernel; requires `cuda.unavailable() is None`. See the module's docstring.
-
-    Few `blocks` leave most multiprocessors to XLA's work. Each of `threads` threads per block has
-    four 16-byte loads in flight.
-    """
+    """Transfer by a CUDA kernel; requires `cuda.unavailable() is None`."""
 
     name: ClassVar[str] = "cuda"
-    blocks: int = 16
-    threads: int = 512
+    blocks: int = 16  # few, which leave most multiprocessors to XLA's work
+    threads: int = 512  # of a block, each with four 16-byte loads in flight
     in_place: ClassVar[bool] = False
     concurrent: ClassVar[bool] = True
 
@@ -64,8 +60,7 @@ Transfer = XlaTransfer | CudaTransfer
 def make_transfer(name: str) -> Transfer:
     """Return the transfer with this command-line name, one of `settings.engine.TRANSFERS`.
 
-    "auto" is `cuda` on NVIDIA GPUs. If `cuda` cannot run, a warning states the reason and `xla` is
-    used; the results are equal.
+    "auto" is `cuda` on NVIDIA GPUs; if that cannot run, a warning says why, and `xla` is used.
     """
     backend = jax.default_backend()
     xla = XlaTransfer(in_place=backend == "cpu")

@@ -26,17 +26,14 @@ class XlaTransfer:
     Without a hot set every row of the request moves, including padding. With a hot set missing rows
     move in chunks, as many for all KV heads as the one that misses most needs. On a GPU that loop
     reads its length back to the host; use the `cuda` transfer there.
-
-    Attributes:
-        in_place: whether no rows move without a hot set, and attention reads valid rows in the host
-            cache. For the CPU, where host and device share memory.
-        concurrent: whether rows move during XLA's kernels, so that a request should be early. Only
-            valid rows move then; otherwise the whole static request, unless a hot set is used.
     """
 
     name: ClassVar[str] = "xla"
-
+    # Whether no rows move without a hot set, and attention reads valid rows in the host cache. For
+    # the CPU, where host and device share memory.
     in_place: bool = False
+    # Whether rows move during XLA's kernels, so that a request should be early. Only valid ones
+    # move then; otherwise the whole static request, unless a hot set is used.
     concurrent: ClassVar[bool] = False
 
     def fetch(
@@ -48,18 +45,12 @@ class XlaTransfer:
         replacement: Replacement | None,
         mesh: Mesh,
     ) -> FetchedRows:
-        """Move the rows of one layer's request.
+        """Move the rows of one host layer's request; bytes are moved unchanged.
 
-        Args:
-            host: host cache, in its storage dtype; bytes are moved unchanged.
-            layer: index among the host layers.
-            hot_rows, replacement: rows of the layer's hot set, replaced by those returned, with
-                entries and missing rows; None without a hot set.
-
-        Returns:
-            The rows in the order of the request (None if `in_place` without a hot set), and the new
-            rows of the hot set. Rows beyond the request's count are undefined if `concurrent` or
-            `in_place`, and else finite.
+        `hot_rows` are those of the layer's hot set, and `replacement` its entries and missing rows;
+        None without a hot set. Return the rows in the order of the request (None if `in_place`
+        without a hot set), and the new rows of the hot set. Rows beyond the request's count are
+        undefined if `concurrent` or `in_place`, and else finite.
         """
         if hot_rows is None:
             if self.in_place:

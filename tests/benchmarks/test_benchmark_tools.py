@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 
 from benchmarks import (
+    decode,
     lossless,
     machine,
     on_gpu,
     prefill,
-    presets,
     small_weights,
     trace,
     transfer,
-    xplane,
 )
-from benchmarks.processes import usage_of
+from benchmarks.startup import usage_of
 from infinigen_jax.settings.engine import WEIGHT_DTYPES
 from infinigen_jax.transfer import XlaTransfer
 
@@ -35,15 +34,15 @@ def test_transfer_is_measured_alone_and_beside_work(monkeypatch):
     """With the transfer that every backend has; rates mean nothing here."""
     monkeypatch.setattr(transfer, "MOVED_BYTES", 1 << 17)
     monkeypatch.setattr(transfer, "REPEATS", 1)
-    shape = transfer.Shape.of(144, 1 << 20)
-    assert shape.moved == 64 * shape.wanted * 144 <= 1 << 17
-    work = transfer.random_work((2, 64, 64))
-    host, request = shape.host(), shape.request()
+    host, request, expected = transfer.make_rows(144, 1 << 20)
+    assert expected.shape[3] == 144 and expected.nbytes <= 1 << 17
     slots = np.asarray(request.slots)
-    expected = np.take_along_axis(np.asarray(host)[0], slots[..., None], axis=2)
-    np.testing.assert_array_equal(shape.content(slots), expected)
-    entry = transfer.measure_one(XlaTransfer(), shape, host, request, expected, work)
-    assert entry["bytes_per_second"] == pytest.approx(shape.moved * 1e3 / entry["transfer_ms"])
+    found = np.take_along_axis(np.asarray(host)[0], slots[..., None], axis=2)
+    np.testing.assert_array_equal(found, expected)
+    work = transfer.random_work((2, 64, 64))
+    entry = transfer.measure_one(XlaTransfer(), host, request, expected, work)
+    assert entry["bytes"] == 64 * slots.shape[2] * 144
+    assert entry["bytes_per_second"] == pytest.approx(entry["bytes"] * 1e3 / entry["transfer_ms"])
     hidden = 1 + (entry["compute_ms"] - entry["both_ms"]) / entry["transfer_ms"]
     assert entry["hidden_share"] == pytest.approx(hidden)
 
@@ -54,7 +53,7 @@ def steps(*events):
     for line, path, start, end in events:
         name = path if path.startswith("gather") else "fusion"
         known = "" if path in ("copy", "?") or name == path else f"jit(fused)/layer1/{path}/dot"
-        ops.append(xplane.Op(line, name, known, start * 1e6, end * 1e6, path == "copy"))
+        ops.append(trace.Op(line, name, known, start * 1e6, end * 1e6, path == "copy"))
     return sorted(ops, key=lambda op: op.start)
 
 
@@ -149,7 +148,7 @@ def test_prompts_are_timed(tmp_path, monkeypatch, capsys):
 def test_commands_of_a_gpu_session_parse(piece, tmp_path):
     module, *arguments = piece.command
     parse = {
-        "benchmarks.decode": presets.parse,
+        "benchmarks.decode": decode.parse,
         "benchmarks.lossless": lossless.build_parser().parse_args,
         "benchmarks.prefill": prefill.build_parser().parse_args,
         "benchmarks.transfer": transfer.build_parser().parse_args,

@@ -50,17 +50,13 @@ part_of = jax.jit(Resident.part, static_argnums=2)
 
 @pytest.mark.parametrize("sinks, window, block", [(0, 1, 0), (2, 3, 0), (2, 4, 4), (4, 8, 4)])
 def test_resident_rows_follow_the_tokens(sinks, window, block):
-    """Each slot has the row of its position, and `left` the sums of values that only the host has.
-
-    Prompts of several lengths are followed by tokens.
-    """
+    """Each slot has the row of its position, and `left` the sums of the values only on the host."""
     slots, lengths, longest = Slots(sinks, window, block), np.array([1, 5, 12], np.int32), 12
     rows = np.arange(1, 41, dtype=np.float32)  # the row of position p is p + 1 everywhere
     prompt = jnp.asarray(np.broadcast_to(rows[:longest, None], (3, 2, longest, 4)))
     resident = Resident.empty(3, 2, 4, slots, jnp.float32, slots.blocks(40))
-    resident = extend(
-        resident, prompt, Span(jnp.zeros(len(lengths), jnp.int32), jnp.asarray(lengths)), slots
-    )
+    span = Span(jnp.zeros(len(lengths), jnp.int32), jnp.asarray(lengths))
+    resident = extend(resident, prompt, span, slots)
 
     def check(current: np.ndarray) -> None:
         part = part_of(resident, jnp.asarray(current), slots)
@@ -69,7 +65,6 @@ def test_resident_rows_follow_the_tokens(sinks, window, block):
         for i, j in np.argwhere(positions >= 0):
             assert (np.asarray(part.keys)[i, :, j] == rows[positions[i, j]]).all()
             assert (np.asarray(part.values)[i, :, j] == rows[positions[i, j]]).all()
-        assert resident.left is not None
         for i, newest in enumerate(current):
             gone = np.where(np.arange(40) <= newest - window, rows, 0)
             gone[:sinks] = 0
@@ -88,34 +83,6 @@ def test_resident_rows_follow_the_tokens(sinks, window, block):
     np.testing.assert_array_equal(since[:, 1, :, 2], expected)
 
 
-@settings(max_examples=15)
-@given(
-    st.sampled_from([(5, 1), (4, 9)]),
-    st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=2), max_size=4),
-)
-def test_resident_rows_of_a_text_that_comes_in_chunks(sizes, chunks):
-    """However it is cut: the same rows, the same sum of the others. The padding is NaN."""
-    slots, rows = Slots(*sizes), np.random.default_rng(0).normal(size=(2, 3, 40, 8))
-
-    def extended(resident: Resident, start: np.ndarray, count: np.ndarray, size: int) -> Resident:
-        chunk = np.full((2, 3, size, 8), np.nan, np.float32)
-        for i in range(2):
-            chunk[i, :, : count[i]] = rows[i, :, start[i] : start[i] + count[i]]
-        return extend(resident, chunk, Span(jnp.asarray(start), jnp.asarray(count)), slots)
-
-    empty, nothing = Resident.empty(2, 3, 8, slots, jnp.float32, blocks=1), np.zeros(2, np.int32)
-    got, start = empty, nothing
-    for counts in chunks:
-        got = extended(got, start, np.array(counts, np.int32), 9)
-        start = start + counts  # a new array: the dispatched step may still read the old one
-    expected = extended(empty, nothing, start.astype(np.int32), 40)
-    held = np.asarray(positions_of(slots, start - 1)) >= 0
-    for i in range(2):
-        np.testing.assert_array_equal(got.rows[i][:, held[i]], expected.rows[i][:, held[i]])
-    assert got.left is not None and expected.left is not None
-    np.testing.assert_allclose(got.left, expected.left, atol=1e-5)
-
-
 def test_a_token_is_written_to_the_ring_where_it_lies():
     """Although several operations read the row that it evicts."""
     slots, matrix = Slots(4, 16, 8), jnp.ones((2, 8, 8))
@@ -128,19 +95,10 @@ def test_a_token_is_written_to_the_ring_where_it_lies():
     def write(local: Resident, row: jax.Array, position: jax.Array) -> Resident:
         return local.write(row, position, slots, summed)
 
-    rows = jnp.asarray(np.random.default_rng(0).normal(size=(40, 1, 2, 16)).astype(np.float32))
-    program = jax.jit(write, donate_argnums=0).lower(local, rows[0], jnp.array([3])).compile()
+    row = jnp.ones((1, 2, 16))
+    program = jax.jit(write, donate_argnums=0).lower(local, row, jnp.array([3])).compile()
     assert max(copies(program.as_text() or ""), default=0) < local.rows.size
-    for position, row in enumerate(rows):
-        local = program(local, row, jnp.array([position]))
-    assert local.left is not None
-    gone = summed(rows[4:24].transpose(1, 2, 0, 3)).astype(jnp.float32)
-    blocks = jnp.pad(gone, ((0, 0), (0, 0), (4, 0), (0, 0))).reshape(1, 2, 3, 8, 8).sum(axis=3)
-    np.testing.assert_allclose(local.left[:, :, :3], blocks, atol=1e-5)
-    np.testing.assert_array_equal(local.left[:, :, 3:], 0)
 
-
-# The host array.
 
 write = jax.jit(functools.partial(write_span, mesh=MESH), donate_argnums=0)
 
@@ -158,7 +116,6 @@ def filled() -> tuple[jax.Array, np.ndarray]:
 spans = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 7)), min_size=2, max_size=2)
 
 
-@settings(max_examples=20)
 @given(spans)
 def test_written_chunks_leave_everything_else(places):
     """Also at the very end, where a chunk with its padding does not fit."""

@@ -1,4 +1,4 @@
-"""The host pool's directory against lists in plain Python."""
+"""The directories of the host pool and of the hot set against plain ones in Python."""
 
 import jax
 import jax.numpy as jnp
@@ -9,14 +9,7 @@ from hypothesis import strategies as st
 from tiny import refuses
 
 from infinigen_jax.cache.hot_set import HotSet, Replacement, forget, replacement
-from infinigen_jax.cache.pool import (
-    COUNTER_BITS,
-    first_used,
-    held,
-    insert,
-    of_prompt,
-    touch,
-)
+from infinigen_jax.cache.pool import COUNTER_BITS, first_used, held, insert, of_prompt, touch
 from infinigen_jax.selection.select import Request
 from infinigen_jax.settings.pool import Pool
 
@@ -58,16 +51,12 @@ class Reference:
 
 def contents(positions: jax.Array, used: jax.Array | None) -> list[list[dict[int, int]]]:
     """The rows of each KV head, as a Reference has them; every row in one slot."""
-    where, by = np.asarray(positions), None if used is None else np.asarray(used)
-    found = []
-    for i in range(B):
-        found.append([])
-        for j in range(K):
-            slots = np.flatnonzero(where[i, j] >= 0)
-            values = np.zeros(len(slots)) if by is None else by[i, j, slots]
-            rows = {int(p): int(u) for p, u in zip(where[i, j, slots], values, strict=True)}
-            assert len(rows) == len(slots)
-            found[i].append(rows)
+    where = np.asarray(positions)
+    by = np.zeros_like(where) if used is None else np.asarray(used)
+    found: list[list[dict[int, int]]] = [[{} for _ in range(K)] for _ in range(B)]
+    for i, j, slot in np.argwhere(where >= 0):
+        assert where[i, j, slot] not in found[i][j]
+        found[i][j][int(where[i, j, slot])] = int(by[i, j, slot])
     return found
 
 
@@ -141,12 +130,10 @@ def test_against_dictionaries(eviction, size, window, sinks, device_sinks, recen
             assert after[i][j] == plain[i][j].rows and len(after[i][j]) <= size
             written = into[i, j][into[i, j] < size]
             assert len(set(written.tolist())) == len(written) == len(fresh) <= window
-            overwritten = before[i, j, written]
+            overwritten, evicted = before[i, j, written], np.asarray(made.evicted)[i, j]
             assert sorted(overwritten[overwritten >= 0].tolist()) == sorted(gone)
-            np.testing.assert_array_equal(
-                np.asarray(made.evicted)[i, j][into[i, j] < size], overwritten >= 0
-            )
-            assert not np.asarray(made.evicted)[i, j][into[i, j] == size].any()
+            np.testing.assert_array_equal(evicted[into[i, j] < size], overwritten >= 0)
+            assert not evicted[into[i, j] == size].any()
             assert not set(gone) & set(range(sinks))
             rows[i, j, np.isin(rows[i, j], gone)] = np.nan
             rows[i, j, written] = fresh
@@ -160,12 +147,10 @@ def test_full_counters_are_halved_in_order():
     pool, often = Pool(tokens=5, eviction="counter", sinks=0, recent=0.0), 2**COUNTER_BITS - 1
     positions = after_prompt(pool, jnp.array([5], jnp.int32), 1, 5, 0)
     before = used = first_used(pool, positions)
-    assert used is not None
     for number in range(often):
         count = 4 - sum(number >= enough for enough in (1, 100, 200))
         request = Request(jnp.arange(4)[None, None], jnp.array([[count]]))
         before, used = used, touched(pool, used, request, jnp.array([5 + number]))
-    assert before is not None and used is not None
     assert before[0, 0, :4].tolist() == [often - 1, 200, 100, 1]
     assert used[0, 0, :4].tolist() == [often // 2, 100, 50, 0]
     made = inserted(pool, positions, used, jnp.array([[5]]), jnp.array([6]), 0)
@@ -188,7 +173,6 @@ def test_limits():
     [
         ({"tokens": 0}, "pool.tokens 0"),
         ({"share": 1.5}, "pool.share 1.5"),
-        ({"share": float("nan")}, "pool.share nan"),
         ({"tokens": 9, "eviction": "random"}, "pool.eviction random: use fifo, lru or counter"),
         ({"tokens": 9, "sinks": -1}, "pool.sinks -1"),
         ({"tokens": 9, "recent": 1.0}, "recent"),
@@ -198,3 +182,48 @@ def test_limits():
 )
 def test_limits_out_of_range(wrong, named):
     refuses(named, Pool, **wrong)
+
+
+@given(st.data())
+def test_requests_find_what_was_fetched_before(data):
+    """Rows that the directory has are hits, and the least recently used ones are evicted."""
+    b, k = 2, 2
+    t, n, h = data.draw(st.sampled_from([(40, 7, 9), (33, 1, 1), (20, 20, 20)]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99), "seed"))
+    hot = HotSet.empty(b, k, h, 4, t, jnp.float32)
+    last = np.full((b, k, t), -1)  # position that last requested each slot
+    for position in range(5):
+        slots = np.stack([rng.permutation(t)[:n] for _ in range(b * k)]).reshape(b, k, n)
+        counts = rng.integers(0, n + 1, (b, k))
+        request = Request(jnp.asarray(slots, jnp.int32), jnp.asarray(counts, jnp.int32))
+        before = np.asarray(hot.place)
+        hot, made = replaced(hot, request, jnp.full((b,), position, jnp.int32))
+        entry, miss = np.asarray(made.entry), np.asarray(made.miss)
+        after = np.asarray(hot.place, np.int64)
+        for head in np.ndindex(b, k):
+            count = counts[head]
+            wanted = slots[head][:count]
+            np.testing.assert_array_equal(miss[head][:count], before[head][wanted] < 0)
+            assert not miss[head][count:].any()
+            np.testing.assert_array_equal(after[head][wanted], entry[head][:count])
+            assert len(set(entry[head][:count])) == count
+            hits = ~miss[head][:count]
+            np.testing.assert_array_equal(before[head][wanted][hits], entry[head][:count][hits])
+            kept = np.flatnonzero(after[head] >= 0)
+            assert len(kept) == min(h, (before[head] >= 0).sum() + miss[head].sum())
+            # `slots` is the inverse of `place`.
+            np.testing.assert_array_equal(np.asarray(hot.slots)[head][after[head][kept]], kept)
+            assert (np.asarray(hot.slots)[head] >= 0).sum() == len(kept)
+            last[head][wanted] = position
+            evicted = (before[head] >= 0) & (after[head] < 0)
+            assert not evicted.any() or last[head][evicted].max() <= last[head][kept].min()
+
+
+def test_sizes():
+    """Entries have the narrowest dtype; a request may not be larger than the hot set."""
+    for size, dtype in ((2**15, jnp.int16), (2**15 + 1, jnp.int32)):
+        assert HotSet.empty(1, 1, size, 1, 1, jnp.float32).place.dtype == dtype
+    request = Request(jnp.zeros((1, 1, 3), jnp.int32), jnp.zeros((1, 1), jnp.int32))
+    hot = HotSet.empty(1, 1, 2, 4, 8, jnp.float32)
+    with pytest.raises(ValueError, match="hot set of 2"):
+        replacement(hot, request, jnp.zeros(1, jnp.int32))

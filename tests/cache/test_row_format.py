@@ -92,9 +92,8 @@ def test_centred_keys_stand_large_means_that_plain_groups_do_not():
     for outliers in (0.0, 20.0):
         rows = random_rows(n=200, d=d, outliers=outliers)
         scales = fit(form, rows, jnp.asarray([200, 200]))
-        plain = scales._replace(
-            centre=jnp.zeros_like(scales.centre), scale=jnp.ones_like(scales.scale)
-        )
+        zeros, ones = jnp.zeros_like(scales.centre), jnp.ones_like(scales.scale)
+        plain = scales._replace(centre=zeros, scale=ones)
         for chosen in (scales, plain):
             back = decode(form, chosen, encode(form, chosen, rows))
             errors.append(float(jnp.sqrt(jnp.mean((back - rows)[..., :d] ** 2))))

@@ -13,14 +13,12 @@ from gguf import GGML_QUANT_SIZES, GGUFWriter, quants
 from gguf_files import PLUS_ONE, Kind, byte_level, write_gguf, written
 from tiny import logits_of, make_tiny, only, refuses
 
-from infinigen_jax import generate, plan
+from infinigen_jax import InputError, UnsupportedModelError, generate, load, plan
 from infinigen_jax.checkpoint.gguf_file import GgufFile
 from infinigen_jax.checkpoint.hf_folder import read_config as read_folder_config
 from infinigen_jax.checkpoint.source import open_tensors, read_config
 from infinigen_jax.checkpoint.tensor_names import match
 from infinigen_jax.convert.pipeline import convert
-from infinigen_jax.errors import InputError, UnsupportedModelError
-from infinigen_jax.loading.load import load
 from infinigen_jax.models import blueprint
 from infinigen_jax.models.small_weights import small_form
 from infinigen_jax.planner.forecast import conversion_of
@@ -145,9 +143,7 @@ def test_a_real_file_is_read_as_by_transformers(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("modules", "wide", "converted"), [("down", {"down"}, False), ("q k v", {"q", "kv"}, True)]
 )
-def test_int4_leaves_the_matrices_that_a_file_has_in_more_bits(
-    modules, wide, converted, tokens, tmp_path, monkeypatch
-):
+def test_int4_leaves_wide_matrices(modules, wide, converted, tokens, tmp_path, monkeypatch):
     """The others are exact in int4, these in int8."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     made = make_tiny(tmp_path / "hf", "llama", **SIZES, num_hidden_layers=1)
@@ -197,9 +193,8 @@ def test_a_conversion_keeps_tokenizer_template_and_ends_of_turns(tmp_path):
     changes = {"tokens": tokens, "token_type": kinds}
     settings: dict[str, Any] = {f"tokenizer.ggml.{n}": value for n, value in changes.items()}
     template = "{% for m in messages %}{{ m.content }}é{% endfor %}"
-    settings["tokenizer.ggml.merges"] = [
-        merge for merge in byte_level()["tokenizer.ggml.merges"] if merge.replace(" ", "") in tokens
-    ]
+    merges = byte_level()["tokenizer.ggml.merges"]
+    settings["tokenizer.ggml.merges"] = [x for x in merges if x.replace(" ", "") in tokens]
     settings["tokenizer.chat_template"] = template
     path = write_gguf(tmp_path / "a.gguf", made, **settings)
     model = load(convert(path, tmp_path / "out", skew="none"))
@@ -217,7 +212,6 @@ def test_frequency_factors_of_llama_3(tmp_path):
     given = {"rope_parameters": {"rope_theta": 500000.0} | scaling, "head_dim": 64}
     made = make_tiny(tmp_path / "hf", "llama", **(SIZES | given))
     expected = read_folder_config(made.folder)[1].rope
-    assert expected is not None
     plain = 500000.0 ** -(np.arange(0, 64, 2) / 64)
     for factors in (plain / expected.frequencies(64), np.linspace(1, 8, 32)):
         extra = {"rope_freqs.weight": factors.astype(np.float32)}
@@ -292,9 +286,7 @@ def test_the_language_model_of_glm_with_images(tmp_path):
 
 
 def test_layers_that_draft_tokens_are_left_out(tmp_path):
-    made, plain = tiny_gguf(
-        tmp_path, "exaone4", layer_types=WINDOWS["layer_types"], sliding_window=7
-    )
+    made, plain = tiny_gguf(tmp_path, "exaone4", **WINDOWS, sliding_window=7)
     drafting: Any = {"exaone4.block_count": 3, "exaone4.nextn_predict_layers": 1}
     extra = {"blk.2.nextn.eh_proj.weight": np.zeros((3, 3), np.float32)}
     path = write_gguf(tmp_path / "b.gguf", made, tensors=extra, **drafting)
@@ -320,9 +312,8 @@ def test_load_converts_once(tmp_path, monkeypatch, command):
     assert load(moved, notify=said.append).path == model.path and len(said) == 1
     assert model.path and only(tmp_path / "cache" / "infinigen_jax") == [model.path.name]
     rates = ("--device-bandwidth", "1000", "--copy-bandwidth", "10", "--device-memory", "1")
-    status, out, _ = command(
-        plan.main, "--model", moved, "--context", "64", "--host-memory", "1", *rates
-    )
+    given = ("--model", moved, "--context", "64", "--host-memory", "1")
+    status, out, _ = command(plan.main, *given, *rates)
     assert status == 0 and "renamed.gguf" in out
 
 
@@ -354,7 +345,6 @@ def test_tensors_that_overlap(tmp_path):
         ({"tokenizer.ggml.pre": "odd"}, "tokenizer.ggml.pre 'odd' is not supported"),
         ({"tokenizer.ggml.tokens": ["a"]}, "tokenizer cannot be used"),
         ({"tokenizer.ggml.pre": ["gpt-2"]}, "tokenizer.ggml.pre"),
-        ({"tokenizer.ggml.pre": [1, 2]}, "tokenizer.ggml.pre"),
         ({"xielu.alpha_p": "a"}, "xielu.alpha_p holds no numbers"),
         ({"tokenizer.chat_template": 5}, "tokenizer.chat_template is not a text"),
     ],

@@ -182,9 +182,8 @@ def answers(ask) -> list[str]:
 
 
 def test_only_needed_files_are_fetched(ask, answers):
-    settings, sharded, old, pinned, torch, file, upper, refused, experts, _ = answers[
-        : len(FETCHED)
-    ]
+    found = answers[: len(FETCHED)]
+    settings, sharded, old, pinned, torch, file, upper, refused, experts, _ = found
     assert Path(settings).name == COMMITS["main"] and settings == torch
     assert names(sharded) == names(old) == set(NEEDED) and sharded == pinned != old
     assert (Path(sharded) / SHARDS[0]).read_bytes() == b"1" * 999

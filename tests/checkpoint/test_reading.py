@@ -24,8 +24,8 @@ from infinigen_jax.checkpoint.hf_folder import (
     side_files,
     weight_files,
 )
-from infinigen_jax.checkpoint.tensor_names import Rule, TensorSpec, expected, match, read_tree
-from infinigen_jax.checkpoint.torch_pickle import Refused, read_pickle
+from infinigen_jax.checkpoint.tensor_names import TensorSpec, expected, match, read_tree
+from infinigen_jax.checkpoint.torch_file import Refused, read_pickle
 from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.errors import UnsupportedModelError
 from infinigen_jax.models import blueprint, config_from_hf
@@ -86,9 +86,6 @@ def test_torch_views_and_half_precision(tiny, tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-# Damage in the source.
-
-
 def refused(source: Path, message: str, named: Path | None = None) -> None:
     """Check that a conversion ends with an error that names the file, and leaves nothing."""
     out = source.parent / "out"
@@ -98,7 +95,6 @@ def refused(source: Path, message: str, named: Path | None = None) -> None:
 
 DAMAGE = {
     "truncated": (lambda p: p.write_bytes(p.read_bytes()[:-5]), "truncated"),
-    "empty": (lambda p: p.write_bytes(b""), "truncated"),
     "longer": (lambda p: p.write_bytes(p.read_bytes() + b"x"), "not fully covered"),
     "deep json": (lambda p: p.write_bytes((90000).to_bytes(8, "little") + b"[" * 90000), "JSON"),
     "lfs pointer": (lambda p: p.write_bytes(b"version https://git-lfs.github.com"), "git lfs"),
@@ -235,9 +231,6 @@ def test_mapping_lists_only_the_first_of_many():
     refuses("and 343 more", match, {}, blueprint(config, jnp.float32), "folder")
 
 
-# Torch files.
-
-
 class Malicious:
     def __init__(self, target: Path):
         self.target = target
@@ -276,7 +269,7 @@ def test_parameters_are_not_the_files_memory(dtype):
     stored = np.zeros(64 + 16, dtype)
     stored = stored[-stored.ctypes.data % 64 // stored.itemsize :][:64].reshape(8, 8)
     source: Any = types.SimpleNamespace(read=lambda: stored)
-    specs = [TensorSpec("a", (8, 8), Rule("a", ("up", "weight")))]
+    specs = [TensorSpec("a", (8, 8), ("up", "weight"))]
     weight = read_tree(specs, {"a": source}, jnp.float32)["up"]["weight"]
     stored[:] = 1
     assert weight.dtype == jnp.float32 and not weight.any()
@@ -289,8 +282,6 @@ def test_damaged_torch_files(tiny):
     whole = file.read_bytes()
     for data, message in (
         (whole[: len(whole) // 2], "truncated"),
-        (b"", "truncated"),
-        (b"\x80\x02" + b"x" * 99, "before 1.6"),
         (b"version https://git-lfs.github.com", "git lfs"),
     ):
         file.write_bytes(data)

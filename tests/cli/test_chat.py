@@ -1,6 +1,7 @@
 """Chat: the tokens that the model reads for the messages, and the command line."""
 
 import argparse
+import contextlib
 import copy
 import io
 import json
@@ -18,16 +19,11 @@ from unittest import mock
 import pytest
 from tiny import environment, refuses, started
 
-from infinigen_jax import generate
+from infinigen_jax import Engine, Full, InputError, Run, embedded, generate, load
 from infinigen_jax.cli import chat
 from infinigen_jax.cli.chat import COMMANDS, Talk
 from infinigen_jax.cli.dialogue import Dialogue
-from infinigen_jax.engine.engine import Engine
-from infinigen_jax.engine.generation import Run
-from infinigen_jax.errors import InputError
-from infinigen_jax.loading.load import embedded, load
 from infinigen_jax.messages import Messages
-from infinigen_jax.policies import Full
 
 pytestmark = pytest.mark.usefixtures("shallow")
 
@@ -229,9 +225,6 @@ def test_forgotten_messages(engine, template, tmp_path):
     assert dialogue.undo() and not dialogue.undo()
 
 
-# Inputs.
-
-
 def echo(text: str, *arguments: Any, **options: Any) -> Iterator[str]:
     yield f"<{text}>"
 
@@ -282,45 +275,35 @@ def test_a_refused_turn_ends_a_script_and_not_a_chat_by_hand(read, by_hand, caps
     assert ("error: too long" in capsys.readouterr().err) == by_hand
 
 
+@contextlib.contextmanager
+def reader(**variables: Any) -> Iterator[tuple[int, Any]]:
+    """Yield a terminal, and the output of a process that prints the inputs read from it."""
+    code = "from infinigen_jax.cli import chat as x; print([*iter(x.line_reader(), None)])"
+    (parent, child), given = pty.openpty(), environment(**variables)
+    with started("-c", code, env=given, stdin=child, stderr=child) as process:
+        os.close(child)
+        yield parent, process.stdout
+        os.close(parent)
+
+
 def test_the_line_editor_at_a_terminal():
     """Editing, a pasted text of several lines as one input, and the end by Ctrl-C twice."""
     pytest.importorskip("prompt_toolkit")
-    program = (
-        "from infinigen_jax.cli.line_editor import line_reader\nread = line_reader()\n"
-        "print([text for text in iter(read, None)])"
-    )
-    parent, child = pty.openpty()
-    variables = environment(TERM="xterm", PROMPT_TOOLKIT_NO_CPR="1")
-    with started("-c", program, env=variables, stdin=child, stderr=child) as process:
-        os.close(child)
-        assert process.stdout is not None
-        for keys in (
-            b"hallo\x1b[D\x1b[D\x1b[D\x7fe\r",
-            b"\x1b[200~two\nlines\x1b[201~\r",
-            b"\x03",
-            b"\x03",
-        ):
+    edited, pasted = b"hallo\x1b[D\x1b[D\x1b[D\x7fe\r", b"\x1b[200~two\nlines\x1b[201~\r"
+    with reader(TERM="xterm", PROMPT_TOOLKIT_NO_CPR="1") as (terminal, output):
+        for keys in (edited, pasted, b"\x03", b"\x03"):
             shown = b""
             while b"\x1b[?2004h" not in shown:  # ready for pasted text
-                shown += os.read(parent, 4096)
-            os.write(parent, keys)
-        assert process.stdout.read() == b"['hello', 'two\\nlines']\n"
-        os.close(parent)
+                shown += os.read(terminal, 4096)
+            os.write(terminal, keys)
+        assert output.read() == b"['hello', 'two\\nlines']\n"
 
 
 def test_a_terminal_without_control_sequences_gets_none():
-    program = (
-        "from infinigen_jax.cli.line_editor import line_reader\nread = line_reader()\n"
-        "print([read()])"
-    )
-    parent, child = pty.openpty()
-    with started("-c", program, env=environment(TERM="dumb"), stdin=child, stderr=child) as process:
-        os.close(child)
-        os.write(parent, b"hello\n")
-        assert process.stdout is not None
-        assert process.stdout.read() == b"['hello']\n"
-        assert b"\x1b" not in os.read(parent, 4096)
-        os.close(parent)
+    with reader(TERM="dumb") as (terminal, output):
+        os.write(terminal, b"hello\n\x04")
+        assert output.read() == b"['hello']\n"
+        assert b"\x1b" not in os.read(terminal, 4096)
 
 
 def test_a_line_that_is_not_utf8_comes_too_late_to_lose_anything(talk, tmp_path):
@@ -355,7 +338,6 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation():
 
 def break_off_twice(process: subprocess.Popen[bytes]) -> tuple[list[str], tuple[bytes, bytes]]:
     """Return the message after each turn, and the output after both."""
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     summaries = []
     for _ in range(2):
         process.stdin.write(b"The king said\n")

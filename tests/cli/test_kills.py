@@ -72,7 +72,6 @@ def test_evaluating(shallow_folder, tmp_path):
     assert killed > KILLS // 2
     finish(start("evaluate", *arguments, tmp_path / "result"))
     assert only(tmp_path) == ["result", "whole"]
-    whole, result = (
-        json.loads((tmp_path / name).read_text())["configurations"] for name in ("whole", "result")
-    )
+    texts = ((tmp_path / name).read_text() for name in ("whole", "result"))
+    whole, result = (json.loads(text)["configurations"] for text in texts)
     assert [entry["perplexity"] for entry in whole] == [entry["perplexity"] for entry in result]

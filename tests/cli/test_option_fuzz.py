@@ -96,10 +96,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = make_tiny(root / "source", "llama", num_hidden_layers=2, vocab_size=1024)
     add_tokenizer(made.folder)
     (root / "text").write_text("The king said that the ship lay at anchor in the bay. " * 40)
-    assert (
-        convert.main([str(made.folder), str(root / "model"), "--calibration", str(root / "text")])
-        == 0
-    )
+    given = (made.folder, root / "model", "--calibration", root / "text")
+    assert convert.main([*map(str, given)]) == 0
     return root
 
 

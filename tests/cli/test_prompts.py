@@ -1,15 +1,20 @@
-"""The text of a command line's prompts that reaches the model."""
+"""The text of a command line's prompts that reaches the model; messages on stderr."""
 
 import argparse
 import dataclasses
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
-from runtime import random_model
+from runtime import random_model, with_config
 from tiny import refuses
 
-from infinigen_jax.cli.prompts import ANSWER_TOKENS, NEW_TOKENS, prepare_prompts
-from infinigen_jax.engine.engine import Engine
-from infinigen_jax.loading.load import Model, embedded
+from infinigen_jax import Engine, Model, embedded, messages
+from infinigen_jax.cli.dialogue import rate
+from infinigen_jax.generate import ANSWER_TOKENS, NEW_TOKENS, prepare_prompts
+from infinigen_jax.messages import Messages
 from infinigen_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 TEMPLATE = (
@@ -33,11 +38,9 @@ def engine_of(model: Model) -> Engine:
 
 def prepared(tokenizer, template, prefix="", **options):
     """Prepare prompts with a model whose tokenizer has this template."""
-    model = random_model("one")
-    config = dataclasses.replace(model.config, max_positions=200, vocab_size=10**6)
+    model = with_config(random_model("one"), max_positions=200, vocab_size=10**6)
     templated = Tokenizer(tokenizer.backend, tokenizer.special_tokens, template)
-    model = dataclasses.replace(model, config=config, given_tokenizer=templated)
-    engine = engine_of(model)
+    engine = engine_of(dataclasses.replace(model, given_tokenizer=templated))
     given = {"raw": False, "system": None, "chat_template": None, "max_new_tokens": None}
     return prepare_prompts(engine, argparse.Namespace(**given | options), PROMPTS, prefix)
 
@@ -56,8 +59,7 @@ def test_a_chat_of_a_library(tokenizer):
     turn = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROMPTS[0]}]
     refuses("no chat template", engine_of(model).encode_chat, turn)
     templated = Tokenizer(tokenizer.backend, tokenizer.special_tokens, TEMPLATE)
-    config = dataclasses.replace(model.config, vocab_size=10**6)
-    model = dataclasses.replace(model, config=config, given_tokenizer=templated)
+    model = dataclasses.replace(with_config(model, vocab_size=10**6), given_tokenizer=templated)
     expected = prepared(tokenizer, TEMPLATE, system="Be brief.")["prompts"][0]
     assert engine_of(model).encode_chat(turn) == expected
 
@@ -85,3 +87,39 @@ def test_tokens_that_end_a_turn(tokenizer):
     backend.add_special_tokens(["<|im_end|>"])
     chatting = Tokenizer(backend, tokenizer.special_tokens)
     assert chatting.end_ids == [tokenizer.eos_token_id, backend.token_to_id("<|im_end|>")]
+
+
+def test_work_that_takes_long_is_announced(monkeypatch, capsys):
+    monkeypatch.setattr(messages, "PATIENCE", 0.01)
+    for quiet in (False, True):
+        say = Messages(quiet)
+        with say.working("loading it"):
+            time.sleep(0.2)
+        with say.working("something short"):
+            pass
+        assert list(say.decoding(range(3))) == [0, 1, 2]
+        assert capsys.readouterr().err == ("" if quiet else "loading it ...\n")
+    for say.quiet, say.kept in ((False, False), (False, True)):
+        with say.working(messages.READING):
+            time.sleep(0.2)
+        assert (messages.KEPT in capsys.readouterr().err) == say.kept
+
+
+def test_no_message_interrupts_a_line_at_a_terminal(monkeypatch, capsys):
+    """The first step is passed on with the second one, which may compile."""
+    for terminal in (False, True):
+        for stream in (sys.stdout, sys.stderr):
+            monkeypatch.setattr(stream, "isatty", lambda terminal=terminal: terminal)
+        made: list[int] = []
+        steps = Messages().decoding(made.append(i) or i for i in range(3))
+        assert next(steps) == 0 and made == ([0, 1] if terminal else [0])
+        assert list(steps) == [1, 2]
+        assert list(Messages().decoding([5])) == [5] and not list(Messages().decoding([]))
+
+
+@pytest.mark.parametrize("steps, said", [(2, ""), (3, ", 2.0 tokens/s")])
+def test_a_speed_leaves_compilation_out(steps, said):
+    """The first decode step compiles, and may be the only one."""
+    stats = SimpleNamespace(decode_seconds=0.5, decode_tokens_per_second=2.0)
+    run = SimpleNamespace(clock=SimpleNamespace(steps=steps), stats=lambda: stats)
+    assert rate(cast(Any, run)) == said

@@ -1,5 +1,6 @@
-"""When the kernels' check runs, and what follows from it; `test_kernels.py` runs its cases."""
+"""When the kernels' check runs, and what follows from it; then the cache of compiled code."""
 
+import ctypes
 import logging
 import sys
 import types
@@ -13,7 +14,8 @@ from tiny import ROOT
 
 from infinigen_jax import check_kernels as check
 from infinigen_jax import cuda
-from infinigen_jax.cuda import first_use
+from infinigen_jax.cuda import first_use, launch, nvrtc
+from infinigen_jax.cuda.launch import readable
 from infinigen_jax.cuda.nvrtc import CompileError
 
 on_the_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="stands in for a GPU")
@@ -37,10 +39,7 @@ def test_the_check_is_found_from_anywhere(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 class Machine:
-    """Machine whose JAX has GPUs of some `kinds`, and whose check is a process that runs `code`.
-
-    The outcome of a check depends on `driver` and `sources`, among others.
-    """
+    """Machine whose JAX has GPUs of some `kinds`, and whose check is a process that runs `code`."""
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path):
         self.patch, self.log = patch, folder / "log"
@@ -85,9 +84,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Machine
     cuda.unavailable.cache_clear()
 
 
-def test_kernels_are_checked_once_and_again_where_something_has_changed(
-    machine: Machine, caplog: pytest.LogCaptureFixture
-):
+def test_kernels_are_checked_once_and_again_where_something_has_changed(machine, caplog):
     caplog.set_level(logging.INFO)
     changes = [("driver", 13000), ("sources", b"others"), ("kinds", ["H200"])]
     for number, (name, value) in enumerate([("driver", 12080), *changes], 1):
@@ -115,7 +112,7 @@ def test_kernels_are_checked_once_and_again_where_something_has_changed(
     ],
     ids=["wrong", "no memory", "exception", "signal"],
 )
-def test_a_failure_is_a_line_and_not_remembered(machine: Machine, code: str, reason: str):
+def test_a_failure_is_a_line_and_not_remembered(machine, code, reason):
     machine.check(code)
     for _ in range(2):
         said = machine.start()
@@ -125,7 +122,7 @@ def test_a_failure_is_a_line_and_not_remembered(machine: Machine, code: str, rea
     assert machine.start() is None
 
 
-def test_a_check_that_does_not_end_or_begin(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+def test_a_check_that_does_not_end_or_begin(machine, monkeypatch):
     monkeypatch.setattr(first_use, "LIMIT", 0.5)
     machine.check("import time; time.sleep(60)")
     for reason in ("took longer than 0.5 s; ", "cannot be started: "):
@@ -133,39 +130,28 @@ def test_a_check_that_does_not_end_or_begin(machine: Machine, monkeypatch: pytes
         monkeypatch.setattr(sys, "executable", "/nowhere/python")
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_a_cache_that_cannot_be_written_is_done_without(machine, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert machine.start() is machine.start() is None
     assert len(machine.checks) == 2
 
 
-@pytest.mark.parametrize(
-    "value, reason", [("unchecked", None), ("0", "INFINIGEN_JAX_KERNELS is 0")]
-)
-def test_the_switch(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, value: str, reason: str | None
-):
-    monkeypatch.setenv("INFINIGEN_JAX_KERNELS", value)
-    assert machine.start() == reason and not machine.checks
+def test_the_switch(machine, monkeypatch):
+    for value, reason in (("unchecked", None), ("0", "INFINIGEN_JAX_KERNELS is 0")):
+        monkeypatch.setenv("INFINIGEN_JAX_KERNELS", value)
+        assert machine.start() == reason and not machine.checks
 
 
 @pytest.mark.parametrize(
     "error, reason",
     [
         (OSError("libcuda.so.1: cannot open shared object file"), None),
-        (
-            CompileError("nvrtcVersion failed\nwith NVRTC error 7"),
-            "nvrtcVersion failed with NVRTC error 7",
-        ),
+        (CompileError("version failed\nwith NVRTC error 7"), "version failed with NVRTC error 7"),
         (ValueError(), "ValueError"),
     ],
 )
-def test_a_driver_that_does_not_answer(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str | None
-):
+def test_a_driver_that_does_not_answer(machine, monkeypatch, error, reason):
     def missing() -> None:
         raise error
 
@@ -175,4 +161,63 @@ def test_a_driver_that_does_not_answer(
 
 def test_what_is_checked_is_in_the_sources():
     sources = first_use.sources()
-    assert cuda.source().splitlines()[0].encode() in sources and b"def check() -> int" in sources
+    assert launch.source().splitlines()[0].encode() in sources and b"def check() -> int" in sources
+
+
+class Compiler:
+    """Compiler that counts its calls."""
+
+    version = "1.0"
+
+    def __init__(self):
+        self.compiled = 0
+
+    def compile(self, source: str, architecture: int) -> str:
+        self.compiled += 1
+        return f"{source} for {architecture}"
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    made = Compiler()
+    monkeypatch.setattr(nvrtc.Nvrtc, "load", staticmethod(lambda: made))
+    return made
+
+
+def test_code_is_compiled_once(compiler: Compiler, tmp_path: Path):
+    folder = tmp_path / "new" / "cache"
+    for _ in range(2):
+        assert nvrtc.ptx("a", 90, folder) == "a for 90"
+        assert nvrtc.ptx("a", 80, folder) == "a for 80"
+        assert nvrtc.ptx("b", 90, folder) == "b for 90"
+    assert compiler.compiled == len(list(folder.iterdir())) == 3
+
+
+def test_a_cache_of_code_that_cannot_be_written_is_done_without(compiler: Compiler, tmp_path: Path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    for _ in range(2):
+        assert nvrtc.ptx("a", 90, blocked) == "a for 90"
+    assert compiler.compiled == 2
+
+
+def test_without_the_library_the_wheels_are_named(monkeypatch: pytest.MonkeyPatch):
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    nvrtc.Nvrtc.load.cache_clear()
+    try:
+        with pytest.raises(OSError, match=r"comes with jax\[cuda12\]"):
+            nvrtc.Nvrtc.load()
+    finally:
+        nvrtc.Nvrtc.load.cache_clear()
+
+
+CODE = "// Compiled by NVRTC\n.version 9.1\n.target sm_90\n// .version 9.1\n"
+READ = {12000: "8.0", 12050: "8.5", 12060: "8.5", 12090: "8.8", 13000: "9.0", 13010: "9.1"}
+
+
+@pytest.mark.parametrize("driver, version", [*READ.items(), (14000, "9.1")])
+def test_the_version_of_ptx_is_one_that_the_driver_reads(driver: int, version: str):
+    assert readable(CODE, driver) == CODE.replace(".version 9.1", f".version {version}", 1)

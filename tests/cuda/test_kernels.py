@@ -19,8 +19,10 @@ from infinigen_jax.cache.host_array import default_mesh
 from infinigen_jax.cache.hot_set import Replacement
 from infinigen_jax.cache.layers import Slots
 from infinigen_jax.check_kernels import attended, gathered, left, normal, replaced, scored, selected
-from infinigen_jax.cuda import scoring
+from infinigen_jax.cuda import calls
 from infinigen_jax.cuda.launch import KERNELS
+from infinigen_jax.selection.select import Request
+from infinigen_jax.speculation.index import IndexFormat
 from infinigen_jax.transfer.cuda import CudaTransfer
 
 pytestmark = emulated_gpu.MARKS
@@ -98,8 +100,8 @@ CLOSER = {selected: 3e-6, scored: 1e-5, left: 1e-5, attended: 2e-5}
 @pytest.mark.parametrize("case", [*EDGES, *OTHERS], ids=case_name)
 def test_results_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch, case: partial):
     if case in EDGES:  # a turn of a block is small, and a block has several
-        monkeypatch.setattr(scoring, "WARPS", 1)
-        monkeypatch.setattr(scoring, "BLOCKS", 3)
+        monkeypatch.setattr(calls, "WARPS", 1)
+        monkeypatch.setattr(calls, "BLOCKS", 3)
     closer = None if case.keywords.get("wide") else CLOSER.get(case.func)
     for threads, seed in SCHEDULES if case in EDGES else SCHEDULES[1:2]:
         monkeypatch.setattr(emulated_gpu, "most_threads", threads)
@@ -150,3 +152,51 @@ def test_nothing_is_tried_behind_an_error(command: Callable[..., Any]):
     status, out, err = command(check.main)
     assert status == 1 and "gather_rows failed" in err
     assert len(out.splitlines()) == len(err.splitlines()) == 1 and out.startswith("gather_rows: ")
+
+
+def test_through_xla(monkeypatch: pytest.MonkeyPatch):
+    """Requests may have any order."""
+    b, k, g, r, t, n, slots = 2, 2, 3, 24, 640, 100, Slots(4, 32, 64)
+    random, index = np.random.default_rng(0), IndexFormat("int4", r)
+    query = jnp.asarray(random.normal(0, 1, (b, k, g, r)).astype(np.float32))
+    entries = index.encode(jnp.asarray(random.normal(0, 1, (b, k, r, t)).astype(np.float32)))
+    requested = random.permuted(np.broadcast_to(np.arange(t, dtype=np.int32), (b, k, t)), axis=2)
+    count = jnp.asarray(random.integers(0, n + 1, (b, k)), jnp.int32)
+    wanted, positions = Request(jnp.asarray(requested[..., :n]), count), jnp.array([t - 1, 300])
+
+    def results(query: Any, entries: Any) -> tuple:
+        given = query, entries, wanted, positions, slots
+        return index.scores(query, entries), *(index.log_rest(*given, n) for n in (0, 5))
+
+    expected = jax.jit(results)(query, entries)
+    monkeypatch.setattr(cuda, "in_use", lambda: True)
+    result = jax.jit(lambda *x: results(*x))(query, entries)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), result, expected)
+    assert emulated_gpu.launched == {"index_scores": 1, "index_rest": 2}
+
+
+def test_each_device_scores_and_selects_its_own_part(monkeypatch: pytest.MonkeyPatch):
+    """Kernels are called on shards, because XLA cannot divide them."""
+    seen = {}
+
+    def run(kernel: str, operands: tuple, outs: tuple, grid: tuple, integers: tuple) -> tuple:
+        seen[kernel] = operands[0].shape
+        return tuple(jnp.zeros(out.shape, out.dtype) for out in outs)
+
+    monkeypatch.setattr(calls, "call", run)
+    mesh = jax.sharding.AbstractMesh((1, 2), ("data", "model"))
+    rows = jax.NamedSharding(mesh, jax.P("data", "model"))
+    query = jax.ShapeDtypeStruct((3, 4, 2, 8), jnp.float32, sharding=rows)
+    index = jax.ShapeDtypeStruct((3, 4, 2, 128), jnp.uint32, sharding=rows)
+    batch = jax.NamedSharding(mesh, jax.P("data"))
+    positions = jax.ShapeDtypeStruct((3,), jnp.int32, sharding=batch)
+
+    @jax.jit
+    def chosen(query: jax.Array, index: jax.Array, positions: jax.Array) -> Any:
+        scores = calls.index_scores(query, index)
+        return scores, calls.select_rows(scores, positions, positions, 16, 4.0, 4, 32)
+
+    scores, (slots, count) = chosen.trace(query, index, positions).out_info
+    assert seen == {"index_scores": (3, 2, 2, 8), "select_rows": (3, 2, 2, 128)}
+    shapes = [x.shape for x in (scores, slots, count)]
+    assert shapes == [(3, 4, 2, 128), (3, 4, 16), (3, 4)]

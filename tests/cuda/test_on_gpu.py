@@ -1,7 +1,4 @@
-"""The CUDA kernels on a real GPU: `python -m pytest -m gpu`.
-
-The cases of `check_kernels` in more shapes, and larger ones.
-"""
+"""The CUDA kernels on a real GPU: `python -m pytest -m gpu`."""
 
 import itertools
 import math
@@ -17,7 +14,6 @@ from runtime import ALL, SPARSE, engine, random_model, scores_of, tokens_of
 from infinigen_jax import check_kernels as check
 from infinigen_jax import cuda
 from infinigen_jax.check_kernels import difference
-from infinigen_jax.policies import Policy
 from infinigen_jax.transfer import Transfer
 from infinigen_jax.transfer.cuda import CudaTransfer
 from infinigen_jax.transfer.xla import XlaTransfer
@@ -89,9 +85,7 @@ def test_attention_by_a_kernel_is_that_of_xla(monkeypatch: pytest.MonkeyPatch, n
 @pytest.mark.parametrize("policy", [SPARSE, TAIL], ids=["sparse", "tail"])
 @pytest.mark.parametrize("schedule", ["fused", "layerwise"])
 @pytest.mark.parametrize("hot_set", [0.0, 1.5])
-def test_generated_tokens_are_those_of_the_reference(
-    monkeypatch: pytest.MonkeyPatch, policy: Policy, schedule: str, hot_set: float
-):
+def test_generated_tokens_are_those_of_the_reference(monkeypatch, policy, schedule, hot_set):
     tokens, kernels = [], CudaTransfer()
     for transfer, size in ((XlaTransfer(), 0.0), (XlaTransfer(), hot_set), (kernels, hot_set)):
         use(monkeypatch, transfer)

@@ -1,17 +1,38 @@
-"""Transfers, allocations and compiled programs of a step."""
+"""Transfers, allocations and compiled programs of a step; attention in place."""
 
 import dataclasses
+import logging
+from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from runtime import NEW, RAGGED, SPARSE, copies, engine, finished
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runtime import ALL, NEW, RAGGED, SPARSE, copies, engine, finished
 
+from infinigen_jax import Engine, Full, Run
 from infinigen_jax.cache.hot_set import HotSet
+from infinigen_jax.cuda.launch import CONCURRENT
+from infinigen_jax.decode import compiler_options as compiler
+from infinigen_jax.decode.compiler_options import (
+    COPIES_IN_FLIGHT,
+    LIBRARY,
+    PRODUCTS,
+    WIDE,
+    WIDTH,
+    layer_options,
+    step_options,
+)
+from infinigen_jax.decode.layer_rows import attend_requested
 from infinigen_jax.decode.steps import groups_of, host_numbers, step, steps
-from infinigen_jax.engine.engine import Engine
-from infinigen_jax.engine.generation import Run
-from infinigen_jax.policies import H2O, Full, InfiniGen, Policy
+from infinigen_jax.ops.attention import attend, finish_softmax, packed
+from infinigen_jax.ops.compaction import pack_marks
+from infinigen_jax.policies import H2O, InfiniGen, Policy
+from infinigen_jax.selection.select import Request
+from infinigen_jax.transfer import CudaTransfer
 
 HOT = "hot"  # SPARSE with a hot set
 
@@ -43,9 +64,6 @@ def test_bytes_and_fractions():
     assert (stats.prompt_tokens, stats.new_tokens) == (sum(map(len, RAGGED)), 3 * NEW)
     assert (stats.policy, stats.schedule, stats.transfer) == ("infinigen", "fused", "xla")
     assert run.plan.resident == sum(x.nbytes for x in jax.tree.leaves(run.cache.local))
-
-
-# Operations that a step must not do.
 
 
 @pytest.mark.parametrize(
@@ -90,7 +108,6 @@ def compiled_fused(run: Run) -> str:
 )
 def test_the_fused_step_copies_neither_cache_nor_weights(policy):
     run = made(policy).start(RAGGED, max_new_tokens=NEW)
-    assert run.cache.host is not None
     largest = max(x.size for x in jax.tree.leaves(run.runtime.model.params["layers"][0]))
     if policy == HOT:  # these weights are smaller than one request
         assert isinstance(run.cache.hot[0], HotSet)
@@ -104,7 +121,6 @@ def test_the_layerwise_step_and_the_flush_copy_no_cache():
     run = made(SPARSE, "layerwise").start(RAGGED, max_new_tokens=NEW)
     compiled, numbers = steps(run.decoder), host_numbers(run.decoder)
     cache, weights = run.cache, run.runtime.weights
-    assert cache.host is not None
     programs: list[str] = []
 
     def layers(*arguments: Any) -> Any:
@@ -127,11 +143,8 @@ OWN, AHEAD = InfiniGen(query="own"), InfiniGen(query="plain")
 @pytest.mark.parametrize(
     "policy, changes, sizes",
     [
-        (OWN, {}, [2, *[4] * 7]),
-        (OWN, {"dense_layers": 0}, [3] * 10),
         (OWN, {"dense_layers": 1}, [1, *[4] * 5, *[3] * 3]),
         (AHEAD, {}, [1, 1, *[3] * 9, 1]),  # the last layer requests no rows
-        (Full(), {}, [2, *[4] * 7]),
         (H2O(), {}, [1] * 30),
         (OWN, {"weights_on_host": True}, [1] * 30),
     ],
@@ -143,3 +156,89 @@ def test_groups_of_thirty_layers(policy, changes, sizes):
     groups = groups_of(decoder)
     assert [len(group) for group in groups] == sizes
     assert [layer for group in groups for layer in group] == list(range(30))
+
+
+B, K, G, D, T = 3, 4, 2, 8, 700
+SIZE = 400  # places of a request: up to seven jobs of a head, the last one not whole
+
+
+@jax.jit
+def both(q, rows, request):
+    def read(head, place, slots):
+        return rows.reshape(B * K, T, 2 * D)[head[:, None], slots][None]
+
+    listed, sums = attend_requested(q, request._replace(marks=None), read, sums=True)
+    marks = request._replace(slots=jnp.full_like(request.slots, -1))
+    by_marks, again = attend_requested(q, marks, read, sums=True)
+    return (finish_softmax(listed, q), sums), (finish_softmax(by_marks, q), again), listed
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 2**32 - 1))
+def test_slots_by_list_and_by_marks(seed):
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((B, K, G, D)).astype(np.float32)
+    rows = rng.standard_normal((B, K, T, 2 * D)).astype(np.float32)
+    # About as many jobs as a loop takes: one loop, or two.
+    count = rng.integers(1, SIZE + 1, (B, K)) * (rng.random((B, K)) < 0.8).astype(np.int32)
+    mask = np.zeros((B, K, T), bool)
+    slots = np.zeros((B, K, SIZE), np.int32)
+    for i, j in np.ndindex(B, K):
+        slots[i, j, : count[i, j]] = np.sort(rng.permutation(T)[: count[i, j]])
+        mask[i, j, slots[i, j, : count[i, j]]] = True
+    marks = pack_marks(jnp.asarray(mask))
+    request = Request(jnp.asarray(slots), jnp.asarray(count), marks=marks)
+    (listed, sums), (by_marks, again), softmax = both(jnp.asarray(q), jnp.asarray(rows), request)
+    np.testing.assert_array_equal(listed, by_marks)
+    np.testing.assert_array_equal(sums, again)
+    expected = attend(jnp.asarray(q), packed(jnp.asarray(rows), jnp.asarray(mask)))
+    some = count > 0
+    np.testing.assert_allclose(listed[some], expected[some], rtol=1e-5, atol=1e-5)
+    assert (np.asarray(softmax.total)[~some] == 0).all()
+    np.testing.assert_allclose(sums, (rows[..., D:] * mask[..., None]).sum(2), rtol=1e-4, atol=1e-4)
+
+
+LAYOUT: Any = SimpleNamespace(weights_on_host=False)
+STREAMED: Any = SimpleNamespace(weights_on_host=True)
+
+
+@pytest.fixture(autouse=True)
+def no_flags(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+
+
+@pytest.mark.parametrize("flags", ["avx512f avx512_vbmi2", "avx512f", None])
+def test_long_vectors_where_the_processor_has_them(monkeypatch, tmp_path, flags):
+    file = tmp_path / "cpuinfo"
+    if flags is not None:
+        file.write_text(f"flags\t\t: fpu {flags} sse\n")
+    monkeypatch.setattr(compiler, "CPU_INFO", file)
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    options = layer_options(LAYOUT)
+    assert options == PRODUCTS | (WIDE if flags and "vbmi2" in flags else {})
+    assert jax.jit(lambda x: x + 1, compiler_options=options)(jnp.int32(1)) == 2
+
+
+def test_the_environment_has_precedence(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", f"--{WIDTH}=256")
+    assert layer_options(LAYOUT) == PRODUCTS
+    monkeypatch.setenv("XLA_FLAGS", f"--{WIDTH}=256 --{LIBRARY}=")
+    assert layer_options(LAYOUT) == {}
+
+
+def test_an_option_that_xla_does_not_know_is_left_out(monkeypatch, caplog):
+    monkeypatch.setattr(compiler, "long_vectors", lambda: False)
+    monkeypatch.setattr(compiler, "PRODUCTS", {})
+    assert layer_options(STREAMED) == COPIES_IN_FLIGHT
+    monkeypatch.setattr(compiler, "COPIES_IN_FLIGHT", {"xla_gpu_no_such_option": 1})
+    with caplog.at_level(logging.WARNING):
+        assert layer_options(STREAMED) == {}
+    assert "no_such_option" in caplog.text
+
+
+def test_kernels_run_concurrently_where_rows_are_fetched_by_one():
+    made = engine("one", ALL).decoder
+    by_kernel = dataclasses.replace(made, transfer=CudaTransfer())
+    assert CONCURRENT.items() <= step_options(by_kernel).items()
+    for other in (made, dataclasses.replace(by_kernel, policy=Full())):
+        assert not CONCURRENT.keys() & step_options(other).keys()

@@ -2,13 +2,13 @@
 
 import numpy as np
 import pytest
-from runtime import NEW, SPARSE, engine, numbers, tokens_of, with_ends
+from runtime import NEW, SPARSE, engine, finished, numbers, tokens_of, with_ends
 from tiny import refuses
 
+from infinigen_jax import Engine, Sampling
 from infinigen_jax.engine import memory_plan as planning
-from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.prompts import FILLED
-from infinigen_jax.errors import InputError
+from infinigen_jax.engine.sampler import sampling_programs
 from infinigen_jax.policies import Full, Quest
 
 PROMPTS = [numbers(n) for n in (37, 5, 21, 9, 50, 3, 12)]
@@ -109,8 +109,7 @@ def test_as_many_prompts_together_as_fit(monkeypatch, caplog):
     # All prompts, or those asked for.
     said = refuses("`batch`", made.start, PROMPTS, max_new_tokens=NEW)
     assert "the number of prompts" not in said
-    with pytest.raises(InputError, match="`max_new_tokens`, `batch`|`max_new_tokens` or `batch`"):
-        made.generate(PROMPTS, max_new_tokens=NEW, batch=6)
+    refuses("`max_new_tokens`(,| or) `batch`", made.generate, PROMPTS, max_new_tokens=NEW, batch=6)
     caplog.clear()
     free(one - 1)
     refuses("the number of prompts to 1", made.generate, PROMPTS, max_new_tokens=1 + NEW)
@@ -118,3 +117,63 @@ def test_as_many_prompts_together_as_fit(monkeypatch, caplog):
     free(1000)
     said = refuses("lower the prompt length", made.generate, PROMPTS[:1], max_new_tokens=NEW)
     assert "`batch`" not in said and "number of prompts" not in said
+
+
+ASKED = [numbers(n) for n in (12, 7, 20, 9)]
+SETTINGS = [
+    Sampling(),
+    Sampling(temperature=1.0, top_k=40, seed=5),
+    Sampling(repetition_penalty=1.5, frequency_penalty=1.0),
+    Sampling(temperature=0.8, top_p=0.9, min_p=0.01, presence_penalty=1.0, seed=6),
+]
+
+
+def made():
+    return engine("one", SPARSE, 0)
+
+
+def by_itself(prompt, settings):
+    return tokens_of(made(), [prompt], sampling=settings, ignore_eos=True)[0]
+
+
+def test_each_prompt_has_its_own_settings():
+    """Also where it takes the sequence of a prompt with others."""
+    expected = [by_itself(*pair) for pair in zip(ASKED, SETTINGS, strict=True)]
+    assert len({tuple(by_itself(ASKED[0], settings)) for settings in SETTINGS}) == len(SETTINGS)
+    assert tokens_of(made(), ASKED, sampling=SETTINGS, batch=2, ignore_eos=True) == expected
+
+
+@pytest.mark.parametrize("kinds", [(0, 0, 1), (2, 1, 1)])
+def test_settings_of_prompts_that_wait_or_end_compile_nothing_late(kinds, monkeypatch):
+    """The programs are those of all prompts' settings from the first step."""
+    monkeypatch.setattr("infinigen_jax.programs.program.program_folder", lambda: None)
+    sampling_programs.cache_clear()
+    settings = [SETTINGS[kind] for kind in kinds]
+    answer = made().generate(ASKED[:3], settings, NEW, batch=2, ignore_eos=True)
+    assert answer.stats.compilations_after_warmup == 0
+
+
+def test_equal_prompts_draw_differently_and_the_first_as_it_would_alone():
+    hot = Sampling(temperature=2.0, seed=3)
+    answers = tokens_of(made(), [ASKED[0]] * 2, sampling=hot, ignore_eos=True)
+    assert answers[0] == by_itself(ASKED[0], hot)
+    assert len(set(map(tuple, answers))) == 2
+
+
+def test_a_strong_penalty_lets_no_token_come_twice():
+    never = Sampling(frequency_penalty=2.0, presence_penalty=2.0, repetition_penalty=100.0)
+    answer = by_itself(ASKED[0], never)
+    assert len({*answer, *ASKED[0]}) == len(answer) + len(set(ASKED[0]))
+
+
+def test_log_probabilities_are_those_of_the_model():
+    """With penalties as well, and in every sequence that a prompt may take."""
+    run = finished(made(), ASKED, sampling=SETTINGS, batch=2, log_probs=3)
+    for prompt, answer, choices in zip(ASKED, run.new_tokens, run.log_probs, strict=True):
+        scored = made().start([prompt], max_new_tokens=NEW)
+        for token, following, choice in zip(answer, answer[1:], choices[1:], strict=False):
+            log_probs = np.asarray(scored.predict(np.array([token])))[0]
+            best = np.argsort(-log_probs, kind="stable")[:3]
+            assert abs(choice.log_prob - log_probs[following]) < 1e-4
+            assert [token for token, _ in choice.top] == list(best)
+            np.testing.assert_allclose([x for _, x in choice.top], log_probs[best], atol=1e-4)

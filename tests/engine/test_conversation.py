@@ -15,28 +15,14 @@ import pytest
 from runtime import ALL, SPARSE, engine, numbers, random_model, slow_except, tokens_of, with_ends
 from tiny import interruptible, only, refuses
 
+from infinigen_jax import Conversation, Engine, Full, InputError, Pool, Run, Sampling, embedded
 from infinigen_jax.engine import conversation as conversation_module
 from infinigen_jax.engine import memory_plan as planning
 from infinigen_jax.engine import saved_file
-from infinigen_jax.engine.conversation import Conversation
-from infinigen_jax.engine.engine import Engine
-from infinigen_jax.engine.generation import Run
 from infinigen_jax.engine.rounds import Rounds
-from infinigen_jax.errors import InputError
-from infinigen_jax.loading.load import embedded
 from infinigen_jax.models.small_weights import shrink
-from infinigen_jax.policies import (
-    H2O,
-    Full,
-    InfiniGen,
-    InfiniGenPaper,
-    Policy,
-    PreviousQuery,
-    Quest,
-)
+from infinigen_jax.policies import H2O, InfiniGen, InfiniGenPaper, Policy, PreviousQuery, Quest
 from infinigen_jax.programs.compilations import compilations
-from infinigen_jax.settings.pool import Pool
-from infinigen_jax.settings.sampling import Sampling
 
 pytestmark = pytest.mark.usefixtures("longest_drafts")
 
@@ -66,16 +52,10 @@ def say(conversation: Conversation, turn: list[int], new: int, stop: int = 1000)
     return answer
 
 
-def host_of(conversation: Conversation) -> Any:
-    assert conversation.run is not None
-    return conversation.run.cache.host
-
-
 def test_a_reset_gives_the_cache_back():
     """The next turn has room for its own."""
     conversation = engine("one", SPARSE).conversation(context=CONTEXT)
     say(conversation, TURNS[0], 2)
-    assert conversation.run is not None
     index = weakref.ref(jax.tree.leaves(conversation.run.cache.states)[0])
     for _ in range(2):
         conversation.reset()
@@ -115,7 +95,6 @@ def test_a_turn_gives_what_a_prefill_of_all_that_was_said_gives(name, policy, sc
         assert say(conversation, turn, new, stop) == expected
         said += expected
         assert conversation.tokens == said
-        assert conversation.run is not None
         read = conversation.run.tokens_read  # the last answer's last token among them
         assert len(turn) <= read <= len(turn) + 1
 
@@ -183,14 +162,11 @@ def test_no_program_is_compiled_for_a_later_turn():
     conversation = made.conversation(context=CONTEXT)
     say(conversation, TURNS[0], 9)
     say(conversation, TURNS[0], 9)
-    before, address = compilations(), host_of(conversation).unsafe_buffer_pointer()
+    before, address = compilations(), conversation.run.cache.host.unsafe_buffer_pointer()
     say(conversation, TURNS[2], 7)
-    assert compilations() == before
-    assert host_of(conversation).unsafe_buffer_pointer() == address
-    assert host_of(conversation).sharding.memory_kind == "pinned_host"
-
-
-# Refusals.
+    host = conversation.run.cache.host
+    assert compilations() == before and host.unsafe_buffer_pointer() == address
+    assert host.sharding.memory_kind == "pinned_host"
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +238,6 @@ def test_a_resumed_conversation_has_memory_for_its_drafts(tmp_path, monkeypatch)
     made, plans = engine("one", **LOSSLESS), []
     conversation = made.conversation(context=CONTEXT)
     say(conversation, TURNS[0], 1)
-    assert conversation.run is not None
     conversation.save(tmp_path / "talk")
     monkeypatch.setattr(conversation_module, "check_memory", lambda plan, *_: plans.append(plan))
     made.resume(tmp_path / "talk")

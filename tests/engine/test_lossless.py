@@ -24,18 +24,15 @@ from runtime import (
     tokens_of,
     with_ends,
 )
-from tiny import Letters, logits_of
+from tiny import Letters, logits_of, refuses
 
+from infinigen_jax import Engine, Sampling, load
 from infinigen_jax.cli.dialogue import rate
 from infinigen_jax.engine.draft_length import MOST
-from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.lossless import LosslessRun, LosslessStats
-from infinigen_jax.engine.verdict import begin, draft, judge
-from infinigen_jax.errors import InputError
-from infinigen_jax.loading.load import load
+from infinigen_jax.engine.rounds import begin, draft, judge
 from infinigen_jax.models.small_weights import small_dtype
 from infinigen_jax.policies import H2O, Full, Oracle, PreviousQuery, Quest, Window
-from infinigen_jax.settings.sampling import Sampling
 
 FULL = Full(window=4, sinks=2)  # rows are stored for the host when those of SPARSE are
 LONGER = 3 * NEW
@@ -286,14 +283,13 @@ def test_the_window_limits_drafts():
 
 def test_small_weights_are_not_made_smaller():
     model = load("tiny-llama", weight_dtype="int8")
-    with pytest.raises(InputError, match="draft_weights: the model's weights are small"):
-        Engine(model, policy=SPARSE, lossless=True, draft_weights="int4")
+    wanted = {"policy": SPARSE, "lossless": True, "draft_weights": "int4"}
+    refuses("draft_weights: the model's weights are small", Engine, model, **wanted)
 
 
 def test_given_tokens_are_refused():
     made = pair("weights")[1]
     run = made.start(RAGGED, max_new_tokens=2)
     assert isinstance(run, LosslessRun)
-    for use in (run.advance, lambda: run.predict(np.zeros(3, np.int32))):
-        with pytest.raises(InputError, match="lossless"):
-            use()
+    refuses("lossless", run.advance)
+    refuses("lossless", run.predict, np.zeros(3, np.int32))

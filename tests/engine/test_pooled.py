@@ -10,12 +10,10 @@ import pytest
 from runtime import ALL, NEW, RAGGED, SPARSE, engine, plain_pass, random_model, score
 from tiny import refuses
 
+from infinigen_jax import Engine, Pool, Run
 from infinigen_jax.cache.layers import Resident
-from infinigen_jax.engine.engine import Engine
-from infinigen_jax.engine.generation import Run
-from infinigen_jax.errors import InputError
+from infinigen_jax.engine.memory_plan import step_bytes
 from infinigen_jax.policies import POLICIES, Full
-from infinigen_jax.settings.pool import Pool
 
 TAIL = dataclasses.replace(SPARSE, tail=True, tail_tokens=0)  # as with every pool
 SMALL = Pool(tokens=18, sinks=3)
@@ -78,16 +76,12 @@ def test_evicted_rows_are_masked_in_full_attention(policy, eviction):
 
 def test_slots_hold_the_rows_of_the_directory():
     """Rows, index and sums of the first layer equal those of a cache without a limit."""
-    free, run = (
-        scored(engine("one", TAIL, rows="int4", pool=pool), 30)[0] for pool in (None, SMALL)
-    )
+    engines = (engine("one", TAIL, rows="int4", pool=pool) for pool in (None, SMALL))
+    free, run = (scored(made, 30)[0] for made in engines)
     d = run.decoder.config.head_dim
     free.settle()
     run.settle()
-    assert run.cache.host is not None and free.cache.host is not None
-    whole, mine = (
-        np.asarray(jax.device_put(r.cache.host, jax.memory.Space.Device))[0] for r in (free, run)
-    )
+    whole, mine = (np.asarray(r.cache.host)[0] for r in (free, run))
     positions = np.asarray(run.cache.pool[0])
     indexes = [r.cache.states[0] for r in (free, run)]
     indexes = [np.asarray(getattr(index, "keys", index)) for index in indexes]
@@ -97,9 +91,8 @@ def test_slots_hold_the_rows_of_the_directory():
         there = positions[i, j, slots]
         assert len(slots) == len(set(there.tolist())) == min(18, current[i] - 1)
         np.testing.assert_array_equal(mine[i, j, slots], whole[i, j, there])
-        np.testing.assert_allclose(
-            indexes[1][i, j][:, slots], indexes[0][i, j][:, there], rtol=1e-5, atol=1e-5
-        )
+        mine_index, whole_index = indexes[1][i, j][:, slots], indexes[0][i, j][:, there]
+        np.testing.assert_allclose(mine_index, whole_index, rtol=1e-5, atol=1e-5)
         local = run.cache.local[0]
         assert isinstance(local, Resident) and local.left is not None
         # As if all slots held rows.
@@ -119,15 +112,12 @@ def test_the_limit_is_what_is_allocated():
             engine("one", policy, rows="int4", pool=pool).start(PROMPTS, max_new_tokens=40)
             for pool in (None, SMALL)
         )
-        assert run.cache.host is not None and free.cache.host is not None
         assert run.cache.host.shape[3] == 18 and free.cache.host.shape[3] == 128
         assert run.cache.host.sharding.memory_kind == "pinned_host"
         stats = run.stats()
         assert stats.host_cache_bytes == run.cache.host.nbytes
         assert stats.pool_tokens == 18 and free.stats().pool_tokens == 0
-        states = jax.tree.leaves(run.cache.states)
-        assert stats.device_index_bytes == sum(x.nbytes for x in states)
-        assert all(x.shape[3] == 18 for x in states)
+        assert all(x.shape[3] == 18 for x in jax.tree.leaves(run.cache.states))
         assert stats.pool_bytes > 0
         assert stats.host_cache_bytes * 128 == free.stats().host_cache_bytes * 18
     assert free.plan.pool == 0 and free.cache.pool == ()
@@ -143,5 +133,13 @@ def test_policies_that_cannot_have_a_limit():
             message = f"policy {name} cannot have a limit; use full, .* or window"
             refuses(message, Engine, model, policy=policy, pool=SMALL)
     assert {name for name, kind in POLICIES.items() if not kind.pools} == {"h2o", "quest"}
-    with pytest.raises(InputError, match=r"pool\.tokens 5: .* use at least 6"):
-        engine("gqa", SPARSE, pool=Pool(tokens=5)).start(RAGGED, max_new_tokens=NEW)
+    made = engine("gqa", SPARSE, pool=Pool(tokens=5))
+    refuses(r"pool\.tokens 5: .* use at least 6", made.start, RAGGED, max_new_tokens=NEW)
+
+
+def test_scores_of_layers_on_the_device_are_planned_for_all_tokens():
+    made = engine("gqa", SPARSE, 1)
+    sizes = made.decoder, made.runtime.weights.params, 2
+    scores = 2 * 4 * 2 * made.decoder.config.num_heads
+    grown = step_bytes(*sizes, 8192, slots=64) - step_bytes(*sizes, 4096, slots=64)
+    assert grown == scores * 4096

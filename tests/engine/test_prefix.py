@@ -4,23 +4,29 @@ import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime import ALL, NEW, SPARSE, engine, numbers, random_model, slow_except, tokens_of
+from runtime import (
+    ALL,
+    NEW,
+    SPARSE,
+    engine,
+    finished,
+    numbers,
+    random_model,
+    slow_except,
+    tokens_of,
+    with_rope,
+)
 from tiny import refuses
 
-from infinigen_jax.engine.engine import Engine
-from infinigen_jax.engine.generation import Run
-from infinigen_jax.engine.shared_prefix import UNIT, choose_sharing, common_prefix
-from infinigen_jax.engine.workspace import prefill_bytes, step_bytes
-from infinigen_jax.errors import InputError
+from infinigen_jax import Engine, Pool, Run, Sampling
+from infinigen_jax.engine.memory_plan import prefill_bytes, step_bytes
+from infinigen_jax.engine.prompts import UNIT, choose_sharing, common_prefix
 from infinigen_jax.policies import H2O, Full, Policy
 from infinigen_jax.programs.compilations import compilations
-from infinigen_jax.settings.pool import Pool
-from infinigen_jax.settings.sampling import Sampling
 
 PREFIX = numbers(141, 1)
 ENDS = [numbers(1, 2), numbers(37, 3), numbers(12, 4), numbers(70, 5), numbers(3, 6)]
@@ -34,9 +40,7 @@ SETTINGS: dict[str, tuple[str, Policy, dict[str, Any]]] = {
 
 
 def shared(made: Engine, **settings: Any) -> Run:
-    run = made.start(WHOLE, max_new_tokens=NEW, prefix=len(PREFIX), **settings)
-    list(run.tokens(ignore_eos=True))
-    return run
+    return finished(made, WHOLE, prefix=len(PREFIX), **settings)
 
 
 @pytest.mark.parametrize("name", slow_except(SETTINGS, "infinigen"))
@@ -50,7 +54,6 @@ def test_tokens_equal_those_of_whole_prompts(name):
     before = compilations()
     prompts = [[*PREFIX, *end[::-1]] for end in ENDS]
     run = made.start(prompts, max_new_tokens=NEW, prefix=len(PREFIX))
-    assert run.cache.host is not None
     address = run.cache.host.unsafe_buffer_pointer()
     for _ in run.tokens(ignore_eos=True):
         assert run.cache.host.unsafe_buffer_pointer() == address
@@ -68,15 +71,10 @@ def test_prompts_that_are_admitted_later():
 @pytest.mark.slow
 def test_where_keys_depend_on_the_prompt_s_length_nothing_is_shared():
     """The base of dynamic frequencies grows with the whole prompt."""
-    model = random_model("one")
-    assert model.config.rope is not None
-    rope = dataclasses.replace(model.config.rope, kind="dynamic", factor=4.0)
     for original, read in ((160, sum(map(len, WHOLE))), (256, len(PREFIX) + sum(map(len, ENDS)))):
-        stretched = dataclasses.replace(rope, original_positions=original)
-        config = dataclasses.replace(model.config, rope=stretched)
-        made = Engine(
-            dataclasses.replace(model, config=config), policy=Full(window=4), dense_layers=0
-        )
+        dynamic = {"kind": "dynamic", "factor": 4.0, "original_positions": original}
+        model = with_rope(random_model("one"), **dynamic)
+        made = Engine(model, policy=Full(window=4), dense_layers=0)
         run = shared(made)
         assert run.tokens_read == read
         assert run.new_tokens == tokens_of(made, WHOLE, ignore_eos=True)
@@ -97,14 +95,12 @@ def test_rows_are_stored_once():
     made = engine("gqa")
     run, whole = shared(made), made.start(WHOLE, max_new_tokens=NEW)
     host = run.cache.host
-    assert host is not None and whole.cache.host is not None
     # One unit is shared by the five sequences, and one is each one's own.
     assert host.shape == (1, 5 + 1, 2, UNIT, 16) and run.capacity == 2 * UNIT
     assert whole.cache.host.shape == (1, 5, 2, 2 * UNIT, 16)
     assert run.stats().host_cache_bytes == host.nbytes < 0.61 * whole.cache.host.nbytes
     assert host.sharding.memory_kind == "pinned_host"
-    rows = np.array(jax.device_put(host, jax.memory.Space.Device))
-    expected = np.array(jax.device_put(whole.cache.host, jax.memory.Space.Device))
+    rows, expected = np.asarray(host), np.asarray(whole.cache.host)
     for i, end in enumerate(ENDS):
         np.testing.assert_allclose(rows[:, 5], expected[:, i, :, :UNIT], atol=2e-4, rtol=2e-4)
         unshared = len(PREFIX) + len(end) - UNIT
@@ -128,7 +124,6 @@ def test_the_plan_is_of_what_comes_one_after_the_other():
     made = engine("gqa")
     run = made.start(WHOLE, max_new_tokens=NEW, batch=2, prefix=len(PREFIX))
     alone, copied, ends, step, waiting = run.phases
-    assert run.cache.host is not None
     batch, one = run.cache.host.nbytes, alone.host_cache
     assert one == batch * 2 // 3  # of two units; of them one is shared
     assert [plan.host_cache - batch for plan in run.phases] == [one - batch, one, one, one, 2 * one]
@@ -141,9 +136,8 @@ def test_the_plan_is_of_what_comes_one_after_the_other():
     assert waiting.workspace == prefill_bytes(*sizes, 1, 128, run.capacity)
     together = made.start(WHOLE, max_new_tokens=NEW, prefix=len(PREFIX))
     assert [plan.dense_cache // alone.dense_cache for plan in together.phases] == [1, 6, 5, 5]
-    assert [plan.dense_cache for plan in made.start(WHOLE, max_new_tokens=NEW).phases] == [
-        5 * alone.dense_cache
-    ] * 2
+    whole = made.start(WHOLE, max_new_tokens=NEW)
+    assert [plan.dense_cache for plan in whole.phases] == [5 * alone.dense_cache] * 2
 
 
 @pytest.mark.slow
@@ -174,8 +168,8 @@ def test_text_is_tokenised_whole():
 
 
 def test_a_pool_is_refused():
-    with pytest.raises(InputError, match="pool: not with a shared prefix"):
-        engine("gqa", pool=Pool(tokens=50)).generate(ENDS, None, NEW, prefix=PREFIX)
+    made = engine("gqa", pool=Pool(tokens=50))
+    refuses("pool: not with a shared prefix", made.generate, ENDS, None, NEW, prefix=PREFIX)
 
 
 @settings(max_examples=200)

@@ -5,19 +5,17 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import example, given, settings, strategies
-from runtime import RAGGED, SPARSE, TAILED, engine, padded, slow_except
+from runtime import RAGGED, SPARSE, TAILED, engine, padded, readable, slow_except
 
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.cache.hot_set import HotSet
-from infinigen_jax.cache.layers import DenseLayer
-from infinigen_jax.engine.dispatch import Dispatcher
+from infinigen_jax.engine.batch import Dispatcher
 from infinigen_jax.engine.engine import Engine
-from infinigen_jax.engine.undo import restore, save
+from infinigen_jax.engine.rounds import restore, save
 from infinigen_jax.policies import H2O, PreviousQuery, Quest
 from infinigen_jax.prefill.prefill import prefill
 from infinigen_jax.prefill.verification import commit, verify
@@ -71,24 +69,8 @@ def advance(name: str, cache: Cache, round_: Any, *, drafts: bool) -> Cache:
 
 def comparable(name: str, cache: Cache) -> list[np.ndarray]:
     """Return all arrays that a later step may read, except hot sets, whose entries may differ."""
-    lengths, stored = np.asarray(cache.lengths), made(name).decoder.row_format
-    assert cache.host is not None
-
-    def valid(array: Any, axis: int, batch_axis: int) -> np.ndarray:
-        places = np.arange(array.shape[axis]) < lengths[:, None]
-        shape = [1] * array.ndim
-        shape[batch_axis], shape[axis] = len(lengths), array.shape[axis]
-        return np.where(places.reshape(shape), np.asarray(array), 0)
-
-    arrays: list[np.ndarray] = [lengths]
-    for scales, rows in zip(cache.scales, cache.host, strict=True):
-        arrays.append(valid(stored.decode(scales, jnp.asarray(jax.device_get(rows))), 2, 0))
-    for local in cache.local:
-        if isinstance(local, DenseLayer):
-            arrays += [valid(x, 2, 0) for x in local]
-        else:
-            arrays += [np.asarray(x) for x in jax.tree.leaves(local)]
-    return arrays + [np.asarray(x) for x in jax.tree.leaves((cache.states, cache.scales))]
+    others = map(np.asarray, jax.tree.leaves((cache.states, cache.scales)))
+    return [*readable(made(name).decoder, cache), *others]
 
 
 def check_hot_sets(cache: Cache) -> None:
@@ -102,9 +84,8 @@ def check_hot_sets(cache: Cache) -> None:
         assert (slots < lengths[:, None, None]).all()
         for sequence, head, entry in zip(*np.nonzero(slots >= 0), strict=True):
             slot = slots[sequence, head, entry]
-            np.testing.assert_array_equal(
-                hot.rows[sequence, head, entry], host[sequence, head, slot]
-            )
+            row = hot.rows[sequence, head, entry]
+            np.testing.assert_array_equal(row, host[sequence, head, slot])
 
 
 @pytest.mark.parametrize("name", MARKED)

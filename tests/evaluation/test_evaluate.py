@@ -13,12 +13,9 @@ from tiny import ROOT, only, refuses
 from infinigen_jax import evaluate, generate
 from infinigen_jax.cli.options import options_without_effect, unused_options
 from infinigen_jax.engine import memory_plan as planning
-from infinigen_jax.engine.engine import Engine
 from infinigen_jax.evaluation import perplexity
-from infinigen_jax.evaluation.configurations import Configuration, configurations
-from infinigen_jax.evaluation.parts import Measurement
 from infinigen_jax.evaluation.report import labels, name_columns
-from infinigen_jax.evaluation.session import Session
+from infinigen_jax.evaluation.session import Configuration, Measurement, Session, configurations
 from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper, Quest, Window
 
 pytestmark = pytest.mark.usefixtures("shallow")
@@ -131,13 +128,11 @@ def test_settings_behind_a_policy():
     (paper,) = parsed("--policy", "infinigen-paper:tail=true,alpha=inf", reference=False)
     assert paper.policy == InfiniGenPaper(tail=True, alpha=math.inf)
     for text, message in {
-        "quest:pages=4": "'pages' is no setting; use sinks, window, budget, page",
         "quest:page=x": "'x' is not a whole number",
         "infinigen:tail=yes": "'yes' is not true or false",
         "infinigen:alpha": "'' is not a number",
         "infinigen:count=most": "policy infinigen:count=most: count most: use head or mean",
         "window:window=0": "window 0: it must be at least 1",
-        "best:window=8": "policy best",
     }.items():
         refuses(message, parsed, "--policy", text)
     assert parsed("--policy", "quest:")
@@ -205,13 +200,8 @@ def test_what_comes_to_the_same_is_measured_once_and_options_without_effect_are_
     chosen = parsed(*given, "--prefill-chunk", "64", "--pool-tokens", "all", "20", "--quiet",
                     "--policy", *policies)  # fmt: skip
     said: list[str] = []
-
-    def measure(engine: Engine, advance: Any) -> Measurement:
-        assert (engine.prefill_chunk is None) == (engine.decoder.pool is not None)
-        return Measurement({}, {})
-
     session = Session(chosen[0].options, chosen, None, said.append, {})
-    measured = session.measure(random_model("gqa"), measure, 1, "x")
+    measured = session.measure(random_model("gqa"), lambda *_: Measurement({}, {}), 1, "x")
     lines = [line.values["settings"] for line in measured]
     assert [(s.get("count"), s.get("alpha"), s["pool"]) for s in lines] == [
         (None, None, "all"),
@@ -281,9 +271,8 @@ def test_a_wrong_value_at_the_end_of_a_list_is_told_before_the_work(refused, tex
 def test_pools_that_cannot_be(refused, command, text):
     said = refused(*SIZES, "--pool-tokens", "20", "--no-reference")
     assert "--pool-tokens" in said and "use at least" in said and "--batch" not in said
-    status, _, err = command(
-        evaluate.main, "recall", "--text", text, "--pool-tokens", "50%", "--quiet"
-    )
+    given = ("recall", "--text", text, "--pool-tokens", "50%", "--quiet")
+    status, _, err = command(evaluate.main, *given)
     assert status == 2 and err.startswith("error: --pool-tokens: recall")
 
 

@@ -11,21 +11,24 @@ import numpy as np
 import pytest
 from runtime import SPARSE, engine, numbers, random_model, with_ends
 
-from infinigen_jax import evaluate
+from infinigen_jax import Full, evaluate
 from infinigen_jax.evaluation.answers import answer
-from infinigen_jax.evaluation.haystacks import GRASS, Item, make_item, sentences
-from infinigen_jax.evaluation.parts import Measurement
-from infinigen_jax.evaluation.retrieval import chat_frame, encoder, with_scores
-from infinigen_jax.policies import Full
+from infinigen_jax.evaluation.retrieval import (
+    GRASS,
+    Item,
+    chat_frame,
+    encoder,
+    make_item,
+    sentences,
+    with_scores,
+)
+from infinigen_jax.evaluation.session import Measurement
 
 FILLER = sentences(GRASS)
 
 
 def words(text: str) -> int:
     return len(text.split())
-
-
-# Problems.
 
 
 def made(
@@ -54,9 +57,8 @@ def test_items_depend_on_seed_and_number_only():
 def test_pairs_have_one_answer():
     """Only the word distinguishes the number from the others."""
     item = make_item(0, 7, 0.5, 400, None, words)
-    facts = re.findall(
-        r"One of the facts: the special magic number for (\w+) is (\d+)\.", item.context
-    )
+    fact = r"One of the facts: the special magic number for (\w+) is (\d+)\."
+    facts = re.findall(fact, item.context)
     assert len(facts) > 20 and len(dict(facts)) == len(facts)
     (word,) = re.findall(r"number for (\w+) mentioned", item.question)
     assert facts[round((len(facts) - 1) / 2)] == (word, item.answer)
@@ -81,8 +83,6 @@ def test_a_chat_template_encloses_text_and_question_and_brings_its_special_token
     assert encoder(Chat(), frame)("B[a") == list(map(ord, "B[a"))
     assert encoder(Chat(), ("", ""))("a") == list(map(ord, "Ba"))
 
-
-# Answers.
 
 PROMPTS = [numbers(n) for n in (37, 22, 31)]
 
@@ -139,9 +139,6 @@ def test_a_needle_at_several_depths_is_one_for_the_error():
     assert found["accuracy"] == pytest.approx(right.mean())
     assert found["accuracy_standard_error"] == pytest.approx(means.std(ddof=1) / np.sqrt(3))
     assert found["items"] == 12
-
-
-# The command.
 
 
 @pytest.mark.slow

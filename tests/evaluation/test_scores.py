@@ -10,38 +10,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from runtime import SPARSE, engine, random_model, score
-from tiny import logits_of, refuses
+from tiny import refuses, text_log_probs
 from transformers import AutoTokenizer
 
-from infinigen_jax.engine.engine import Engine
+from infinigen_jax import Engine, Full, InfiniGenPaper, embedded
 from infinigen_jax.evaluation.answers import answer
+from infinigen_jax.evaluation.perplexity import Compared, divergence, statistics
 from infinigen_jax.evaluation.recall import study_windows
-from infinigen_jax.evaluation.report import table
 from infinigen_jax.evaluation.scoring import score_windows
-from infinigen_jax.evaluation.statistics import Compared, divergence, statistics
 from infinigen_jax.evaluation.texts import Text, TokenizedText, tokenize
-from infinigen_jax.loading.load import Model, embedded
-from infinigen_jax.policies import Full, InfiniGenPaper
 
 CONTEXT = 12
 WINDOWS = np.random.default_rng(3).integers(3, 96, (5, 40)).astype(np.int32)
 
 
-def reference_nats(model: Model, windows: np.ndarray, context: int) -> np.ndarray:
-    """Return the losses of the plain forward pass, in float64."""
-    logits = logits_of(model, windows).astype(np.float64)[:, context - 1 : -1]
-    logits -= logits.max(axis=-1, keepdims=True)
-    chosen = np.take_along_axis(logits, windows[:, context:, None], axis=-1)[..., 0]
-    return np.log(np.exp(logits).sum(axis=-1)) - chosen
-
-
-# Scores.
-
-
 @pytest.mark.parametrize("name", ["one", pytest.param("opt", marks=pytest.mark.slow)])
 def test_full_cache_scores_equal_the_plain_forward_pass(name):
     (nats, *_), traffic = score_windows(engine(name, Full()), WINDOWS, CONTEXT, batch=2)
-    expected = reference_nats(random_model(name), WINDOWS, CONTEXT)
+    expected = -text_log_probs(random_model(name), WINDOWS)[:, CONTEXT - 1 :]
     assert nats.shape == expected.shape == (5, 28) and nats.dtype == np.float64
     assert nats.mean() == pytest.approx(expected.mean(), rel=1e-5)
     # A token's is a difference of logits of the order of 100 in float32.
@@ -119,16 +105,12 @@ def test_a_model_that_gives_no_numbers():
         refuses("not finite", measure)
 
 
-# Statistics.
-
-
 def test_chunks_combine_to_the_whole():
     rng = np.random.default_rng(0)
     full = rng.exponential(3, (7, 50))
     nats = full + rng.normal(0.01, 0.1, full.shape)
-    compared = Compared(
-        full, rng.exponential(0.1, full.shape), rng.integers(0, 2, full.shape) * 1.0
-    )
+    divergences, same = rng.exponential(0.1, full.shape), rng.integers(0, 2, full.shape)
+    compared = Compared(full, divergences, same * 1.0)
     result = statistics(nats, compared, context=20, chunk=16)
     chunks = result["chunks"]
     assert [(c["from"], c["to"]) for c in chunks] == [(20, 36), (36, 52), (52, 68), (68, 70)]
@@ -153,19 +135,6 @@ def test_differences_are_paired():
     alone = statistics(full[:1], None, context=2, chunk=256)
     assert alone["standard_error"] is None and alone["difference_nats"] is None
     assert statistics(full + 1000, compared, 2, 256)["perplexity"] is None  # overflow, not infinity
-
-
-def test_tables():
-    lines = table(["a", "number"], [["x", "1"], ["longer", "-20.5"]]).splitlines()
-    assert lines == [
-        "| a      | number |",
-        "| ------ | -----: |",
-        "| x      |      1 |",
-        "| longer |  -20.5 |",
-    ]
-
-
-# Texts.
 
 
 def test_windows_are_counted_and_spread():

@@ -79,7 +79,6 @@ def test_concurrent_writers_take_turns(tmp_path):
     """No writer takes another one's unfinished output for that of a killed process."""
     writers = [started("-c", WRITER, tmp_path) for _ in range(4)]
     for writer in writers:  # all have imported what they need
-        assert writer.stdin is not None
         writer.stdin.write(b"go\n")
         writer.stdin.flush()
     assert [writer.communicate()[1] for writer in writers] == [b""] * 4

@@ -3,7 +3,7 @@
 JAX's CUDA plugin contains the whole compiler: given a description of a GPU, it compiles without a
 driver. The optimised HLO is the program that this GPU would run. `make compile-gpu` sets up the
 environment; `reading` reads the outcome. Works with jax 0.10.2, 0.11.2 and 0.12.0.1: the names from
-jax._src, which may change, are in `compile_options` and `_compile`.
+jax._src, which may change, are in `_compile`.
 """
 
 import functools
@@ -44,23 +44,21 @@ dnn_version_info { major: 9 minor: 12 }
 
 
 class Program(NamedTuple):
-    """The compiler's output.
+    """The text of the optimised module, in the order of launches, and byte counts of one device.
 
-    hlo: text of the optimised module. `is_scheduled=true`: inside a computation, instructions stand
-        in the order in which they are launched.
-    memory: byte counts of one device: argument, output, temp, alias and the same with host_ before
-        the name, for buffers in pinned host memory.
-    stablehlo: the module that JAX handed to the compiler.
+    They are of argument, output, temp and alias; with host_ before the name, of host memory.
     """
 
     hlo: str
     memory: dict[str, int]
-    stablehlo: str
 
 
-def available() -> bool:
-    """Return whether the CUDA plugin is installed, for pytest.mark.skipif."""
-    return _cuda_version() is not None
+def cuda_version() -> int | None:
+    """Return the version of the installed CUDA plugin."""
+    for version in (13, 12):
+        if importlib.util.find_spec(f"jax_cuda{version}_plugin"):
+            return version
+    return None
 
 
 def on_host(shape, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -77,34 +75,26 @@ def compile_for_gpu(
     fun,
     *args,
     options: dict[str, Any] | None = None,
-    target_config: str = H200,
     keywords: dict[str, Any] | None = None,
     **jit_options,
 ) -> Program:
-    """Compile `fun(*args)` for a GPU.
+    """Compile `fun(*args)` for an H200.
 
-    Args:
-        fun: the function; already jitted is fine, then without `jit_options`.
-        *args: pytrees of arrays or of `on_host(...)` / `on_device(...)`. For a program of several
-            GPUs, shapes with a NamedSharding over a mesh of CPU devices.
-        options: compiler options by name, in addition to the jitted function's own.
-        target_config: the GPU, see H200.
-        keywords: arguments by name, among them the static ones.
-        **jit_options: for jax.jit, such as donate_argnums.
-
-    The function is traced with the CPU as the default backend (so jax.default_backend() is "cpu"
-    inside it) and lowered for CUDA (so lax.platform_dependent takes the cuda branch).
+    Arguments are pytrees of arrays or of `on_host(...)` / `on_device(...)`, `keywords` those by
+    name, `options` the compiler's and `jit_options` those of jax.jit. The function is traced with
+    the CPU as the default backend, and lowered for CUDA (so lax.platform_dependent takes that
+    branch).
     """
     jitted = fun if hasattr(fun, "trace") and not jit_options else jax.jit(fun, **jit_options)
     lowered = jitted.trace(*args, **(keywords or {})).lower(lowering_platforms=("cuda",))
-    executable = _compile(lowered, {**compile_options(lowered), **(options or {})}, target_config)
+    executable = _compile(lowered, options or {})
     statistics = executable.get_compiled_memory_stats()
     memory = {
         name.removesuffix("_size_in_bytes"): getattr(statistics, name)
         for name in dir(statistics)
         if name.endswith("_size_in_bytes")
     }
-    return Program(executable.hlo_modules()[0].to_string(), memory, lowered.as_text())
+    return Program(executable.hlo_modules()[0].to_string(), memory)
 
 
 def _abstract(shape, dtype, memory_kind):
@@ -114,44 +104,28 @@ def _abstract(shape, dtype, memory_kind):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def _cuda_version() -> int | None:
-    for version in (13, 12):
-        if importlib.util.find_spec(f"jax_cuda{version}_plugin"):
-            return version
-    return None
-
-
 @functools.cache
-def _topology(target_config: str, devices: int):
+def _topology(devices: int):
     from jax.experimental import topologies
 
-    version = _cuda_version()
-    if version is None:
-        raise ModuleNotFoundError("install jax-cuda12-plugin or jax-cuda13-plugin")
-    if "runtime_version" not in target_config:
-        target_config += f"runtime_version {{ major: {version} minor: 0 patch: 0 }}\n"
+    target = f"{H200}runtime_version {{ major: {cuda_version()} minor: 0 patch: 0 }}\n"
     return topologies.get_topology_desc(
-        platform="cuda", target_config=target_config, topology=f"1x1x{devices}"
+        platform="cuda", target_config=target, topology=f"1x1x{devices}"
     )
 
 
-def compile_options(lowered) -> dict[str, Any]:
-    """Return the compiler options that a function was jitted with."""
-    return dict(lowered._lowering._compiler_options_kvs)
-
-
-def _compile(lowered, options, target_config):
+def _compile(lowered, options):
     from jax._src import compiler
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
     module = lowered.compiler_ir("stablehlo")
     partitions = module.operation.attributes["mhlo.num_partitions"].value
-    devices = tuple(_topology(target_config, partitions).devices)
+    devices = tuple(_topology(partitions).devices)
     compile_options = compiler.get_compile_options(
         num_replicas=1,
         num_partitions=partitions,
         device_assignment=np.array([[device.id for device in devices]]),
-        env_options_overrides=options,
+        env_options_overrides={**dict(lowered._lowering._compiler_options_kvs), **options},
     )
     return devices[0].client.compile(
         module, executable_devices=_jax.DeviceList(devices), compile_options=compile_options

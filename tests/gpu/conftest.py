@@ -5,7 +5,7 @@
 
 import jax
 import pytest
-from compile_for_gpu import available
+from compile_for_gpu import cuda_version
 
 from infinigen_jax.cuda import launch
 
@@ -15,7 +15,7 @@ def gpu_compiler(monkeypatch: pytest.MonkeyPatch):
     """Compile kernels for an H200; skip unless the compiler is installed and only the CPU used."""
     monkeypatch.setattr(launch, "architecture", lambda: 90)
     monkeypatch.setattr(launch, "driver_version", lambda: 13000)
-    if not available():
+    if cuda_version() is None:
         pytest.skip("needs JAX's CUDA plugin (make compile-gpu)")
     if jax.default_backend() != "cpu":
         pytest.skip("compiles without a GPU: run with JAX_PLATFORMS=cpu")

@@ -14,11 +14,13 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from compile_for_gpu import Program, compile_for_gpu
 from jax._src.cudnn import fused_attention_stablehlo
+from reading import AsyncPair, async_pairs
 
 from benchmarks.prefill import cache_shapes
-from infinigen_jax import cuda
+from infinigen_jax import InfiniGen, Pool, cuda
 from infinigen_jax.cache.cache import Cache, HostLayer
 from infinigen_jax.cache.host_array import Placement, default_mesh
 from infinigen_jax.decode.layer import Decoder
@@ -36,15 +38,17 @@ from infinigen_jax.loading.load import Ahead, Basis, Model
 from infinigen_jax.models import ModelConfig, blueprint
 from infinigen_jax.models.rope import Rope
 from infinigen_jax.ops.span import Span
-from infinigen_jax.policies import InfiniGen
 from infinigen_jax.prefill import cudnn_attention as fused_attention
-from infinigen_jax.prefill.compiled import host_layer, keep, kept
+from infinigen_jax.prefill.compiled import keep, kept, read_layer
 from infinigen_jax.selection.select import Request
-from infinigen_jax.settings.pool import Pool
-from infinigen_jax.transfer import Transfer, XlaTransfer
+from infinigen_jax.transfer import CudaTransfer, Transfer, XlaTransfer
 from infinigen_jax.transfer.host_weights import in_host_memory, placement
 
 LAYERS, DENSE, BATCH, CAPACITY, PROMPT = 6, 2, 2, 8192, 128
+FETCHING = range(DENSE - 1, LAYERS - 1)  # layers of the fused step that fetch for the next
+TRANSFERS = pytest.mark.parametrize(
+    "transfer", [XlaTransfer(), CudaTransfer()], ids=["xla", "cuda"]
+)
 DTYPE = jnp.dtype(jnp.bfloat16)
 CONFIG = ModelConfig(
     family="llama",
@@ -152,30 +156,29 @@ def weights(weights_on: str = "device", config: ModelConfig = CONFIG) -> Weights
     return constant._replace(params=constant.params | {"layers": there})
 
 
+def row_copies(program: Program) -> list[AsyncPair]:
+    """Return copies of fetched rows to the device, with the work launched meanwhile."""
+    return [pair for pair in async_pairs(program) if pair.start.nbytes == FETCHED_BYTES]
+
+
 def _cache(made: Decoder | None = None) -> Cache:
     return cache_shapes(made or decoder(), BATCH, CAPACITY)
 
 
-def _scalar(dtype: Any = jnp.int32) -> Any:
-    return _shaped((), dtype, Placement(default_mesh()).whole)
+def _scalar() -> Any:
+    return _shaped((), jnp.int32, Placement(default_mesh()).whole)
 
 
 @functools.cache
-def fused(
-    transfer: Transfer | None = None,
-    hot_set: float = 0.0,
-    weights_on: str = "device",
-    config: ModelConfig = CONFIG,
-    speculate_from: str = "input",
-    options: dict[str, Any] | None = None,
-) -> Program:
+def fused(transfer: Transfer | None = None, hot_set: float = 0.0, **given: Any) -> Program:
     """Return the whole greedy step; with the `cuda` transfer, kernels select and reuse rows."""
-    made = decoder(transfer, hot_set, weights_on, config, speculate_from)
-    cache = _cache(made)
+    options = given.pop("options", None)
+    made = decoder(transfer, hot_set, **given)
+    cache, weights_on = _cache(made), "host" if made.weights_on_host else "device"
     with mock.patch.object(cuda, "in_use", lambda: made.transfer.name == "cuda"):
         return compile_for_gpu(
             steps.__wrapped__(made).fused,  # not a trace of the other kind
-            weights(weights_on, config),
+            weights(weights_on, made.config),
             *cache.parts(observes=False),
             cache.lengths,
             options=options,
@@ -253,19 +256,17 @@ def prompt_layer(weights_on: str = "device", by_cudnn: bool = False) -> Program:
     at = Placement(default_mesh())
     cache, constant = _cache(), weights()
     upcoming = tuple(weights("host").params["layers"][-1:])
-    program = host_layer.compile(decoder(weights_on=weights_on))  # traced again
+    program = read_layer.compile(decoder(weights_on=weights_on))  # traced again
     with cudnn_attention() if by_cudnn else contextlib.nullcontext():
         return compile_for_gpu(
             program,
             constant.params["layers"][DENSE],
             _shaped((BATCH, PROMPT, CONFIG.hidden_size), DTYPE, at.batch),
-            SCALES,
-            cache.host,
-            _scalar(),
+            None,
+            (cache.host, _scalar(), SCALES),
+            upcoming if weights_on == "host" else (),
             Span(cache.lengths, cache.lengths),
             cache.lengths,
-            upcoming if weights_on == "host" else (),
-            keywords={"observed": False},
         )
 
 

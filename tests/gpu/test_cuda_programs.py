@@ -1,4 +1,4 @@
-"""The `cuda` transfer and the kernels of selection and reuse in programs compiled for a GPU."""
+"""Kernels and the `cuda` transfer in programs compiled for GPUs: selection, reuse, overlap."""
 
 from pathlib import Path
 
@@ -6,17 +6,24 @@ import jax
 import jax.numpy as jnp
 import pytest
 import step_programs as sp
-from compile_for_gpu import Program, compile_for_gpu, on_device
-from hlo import Instruction, products
-from reading import copies, host_copies, independent, large_results, launched, schedule
+from compile_for_gpu import Program, compile_for_gpu, on_device, on_host
+from reading import (
+    Instruction,
+    copies,
+    host_copies,
+    independent,
+    large_results,
+    launched,
+    products,
+    schedule,
+)
 
-from infinigen_jax.cuda import calls
-from infinigen_jax.cuda.launch import TARGET
+from infinigen_jax.cuda import calls, launch, nvrtc
+from infinigen_jax.cuda.launch import KERNELS, TARGET
 from infinigen_jax.transfer.cuda import CudaTransfer
 
 HOT_SET = 2.0
 HOT_ENTRIES = sp.decoder(hot_set=HOT_SET).hot_entries(sp.CAPACITY)
-FETCHING = range(sp.DENSE - 1, sp.LAYERS - 1)  # layers that fetch for the next
 
 
 def step_of(program: Program) -> list[Instruction]:
@@ -35,7 +42,7 @@ def test_attention_and_mlp_can_run_during_a_fetch(hot_set: float):
     program = sp.fused(CudaTransfer(), hot_set)
     body = step_of(program)
     fetches = [i for i in body if is_fetch(i)]
-    for number, fetch in zip(FETCHING, fetches, strict=True):
+    for number, fetch in zip(sp.FETCHING, fetches, strict=True):
         free = independent(program, fetch)
         for scope in ("attention", "mlp"):
             work = products(body, f"layer{number}/{scope}")
@@ -47,16 +54,17 @@ def test_attention_and_mlp_can_run_during_a_fetch(hot_set: float):
     # One launch scores the rows, a second one selects, and a third one looks up the hot set; each
     # layer with fetched rows has a launch for them and one for its tail.
     order = [i.op_name.split("/")[-2] for i in body if i.target == TARGET]
-    assert order.count("attention") == order.count("tail") == len(FETCHING)
+    assert order.count("attention") == order.count("tail") == len(sp.FETCHING)
     chosen = ["speculate", "select", *["reuse"] * (hot_set > 0)]
-    assert [each for each in order if each not in ("attention", "tail")] == chosen * len(FETCHING)
+    others = [each for each in order if each not in ("attention", "tail")]
+    assert others == chosen * len(sp.FETCHING)
 
 
 def test_attention_and_the_mlp_can_run_during_a_fetch_by_what_is_resident():
     program = sp.fused(CudaTransfer(), HOT_SET, speculate_from="resident")
     body = step_of(program)
     fetches = [i for i in body if is_fetch(i)]
-    for number, fetch in zip(FETCHING, fetches, strict=True):
+    for number, fetch in zip(sp.FETCHING, fetches, strict=True):
         free = independent(program, fetch)
         mlp, attention = (products(body, f"layer{number}/{s}") for s in ("mlp", "attention"))
         assert mlp and all(i in free for i in mlp)
@@ -74,7 +82,7 @@ def test_a_step_is_one_graph(hot_set: float, tmp_path: Path):
     lines = file.read_text().splitlines()
     assert [line for line in lines if line[:1].isdigit()] == [lines[0]]
     assert "kCommandBuffer" in lines[0]
-    assert sum("kAsyncStart" in line for line in lines) >= len(FETCHING)
+    assert sum("kAsyncStart" in line for line in lines) >= len(sp.FETCHING)
 
 
 @pytest.mark.parametrize("hot_set", [0.0, HOT_SET])
@@ -112,7 +120,51 @@ def test_selection_is_one_launch():
     def select(scores: jax.Array, positions: jax.Array):
         return calls.select_rows(scores, positions, positions, 409, 4.0, 4, 32)
 
-    program = compile_for_gpu(
-        select, on_device((2, 8, 4, 8192), jnp.float32), on_device((2,), jnp.int32)
-    )
+    scores, positions = on_device((2, 8, 4, 8192), jnp.float32), on_device((2,), jnp.int32)
+    program = compile_for_gpu(select, scores, positions)
     assert [i.target for i in launched(program)] == [TARGET]
+
+
+def test_a_gpu_newer_than_the_compiler_gets_code_for_the_newest_known():
+    known = nvrtc.Nvrtc.load().architectures()[-1]
+    assert f".target sm_{known}" in nvrtc.Nvrtc.load().compile("__global__ void f() {}", 999)
+
+
+def test_what_does_not_compile_is_shown():
+    with pytest.raises(nvrtc.CompileError, match='identifier "nonsense" is undefined'):
+        nvrtc.Nvrtc.load().compile("void f() { nonsense(); }", 90)
+
+
+@pytest.mark.parametrize("architecture", [75, 80, 90, 100])
+def test_kernels_are_part_of_the_program(architecture: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launch, "architecture", lambda: architecture)
+    monkeypatch.setattr(launch, "ptx", launch.ptx.__wrapped__)
+    b, k, g, d, t, n, h = 2, 2, 4, 64, 512, 32, 64
+
+    def every(q, index, positions, rows, slots, used, place, wide, host, hot):
+        scores = calls.index_scores(q, index)
+        chosen, count = calls.select_rows(scores, positions, positions, n, 4.0, 4, 32)
+        found = [
+            calls.replace_entries(chosen, count, positions, slots, used, x) for x in (place, wide)
+        ]
+        rest = calls.index_rest(q, index, positions, chosen, count, t // 64, 4, 32, 8)
+        layer, (entry, miss, *_) = jnp.int32(0), found[0]
+        fetched = calls.gather(host, layer, chosen, count, blocks=16, threads=512)
+        hot = hot, entry, miss
+        reused = calls.gather(host, layer, chosen, count, *hot, blocks=16, threads=512)
+        return found, rest, calls.attend_rows(q, rows, count, None), fetched, reused
+
+    directory = on_device((b, k, h), jnp.int32)
+    program = compile_for_gpu(
+        every,
+        on_device((b, k, g, d), jnp.float32),
+        on_device((b, k, d // 8 + 1, t), jnp.uint32),
+        on_device((b,), jnp.int32),
+        on_device((b, k, n, 2 * d), jnp.bfloat16),
+        *(directory, directory),
+        *(on_device((b, k, t), dtype) for dtype in (jnp.int16, jnp.int32)),
+        on_host((1, b, k, t, 2 * d)),
+        on_device((b, k, h, 2 * d), jnp.bfloat16),
+    )
+    assert all(program.hlo.count(f".entry {kernel}_entry(") == 1 for kernel in KERNELS)
+    assert program.hlo.count(f".target sm_{architecture}") == len(KERNELS)

@@ -1,14 +1,17 @@
-"""XLA's programs for the package's functions: a decode step, a flush and a prompt's layer.
+"""XLA's programs for the package's functions: a decode step, a draw, a flush, a prompt's layer.
 
 The claims of docs/gpu.md, each a test.
 """
 
+import jax
+import jax.numpy as jnp
 import step_programs as sp
-from compile_for_gpu import Program
-from hlo import Instruction, products
+from compile_for_gpu import Program, compile_for_gpu, on_device
 from reading import (
     AsyncPair,
+    Instruction,
     assert_no_copy_larger_than,
+    assert_overlaps,
     assert_updated_in_place,
     async_pairs,
     copies,
@@ -18,15 +21,11 @@ from reading import (
 )
 
 from infinigen_jax.prefill.prior_rows import BLOCK
+from infinigen_jax.sampling import Sampling, sample, settings_of
+from infinigen_jax.transfer import Transfer, XlaTransfer
 
 BLOCK_BYTES = sp.HEADS * BLOCK * sp.ROW  # of earlier rows that a prompt's layer reads
 CUDNN = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaScaleBiasSoftmax")  # without a mask, with one
-FETCHING = range(sp.DENSE - 1, sp.LAYERS - 1)  # layers of the fused step that fetch for the next
-
-
-def transfers(program: Program) -> list[AsyncPair]:
-    """Return copies of fetched rows to the device, with the work launched meanwhile."""
-    return [pair for pair in async_pairs(program) if pair.start.nbytes == sp.FETCHED_BYTES]
 
 
 def of(work: tuple[Instruction, ...] | list[Instruction], scope: str) -> set[str]:
@@ -35,25 +34,17 @@ def of(work: tuple[Instruction, ...] | list[Instruction], scope: str) -> set[str
 
 
 def assert_work_overlaps(program: Program, pair: AsyncPair, layer: str) -> None:
-    """Check that scores, weighted sums, output projection and MLP run while rows are moved.
-
-    Not the projection to q, k and v: it is one product with the speculated query.
-    """
-    work = launched(program)
-    mlp = of(work, f"{layer}mlp")
-    assert mlp and mlp <= of(pair.between, f"{layer}mlp")
-    attention = products(work, f"{layer}attention")
-    overlapping = products(pair.between, f"{layer}attention")
-    assert len(overlapping) >= 3 and overlapping == attention
+    """Check that scores, weighted sums, output projection and MLP run while rows are moved."""
+    assert_overlaps(program, pair, layer, before=0)
+    mlp = of(launched(program), f"{layer}mlp")
+    assert mlp <= of(pair.between, f"{layer}mlp")
     last = max(i for i, each in enumerate(pair.between) if each.name in mlp)
     assert last >= len(pair.between) - 2, "the copy is awaited after the MLP"
 
 
 def test_fused_step_overlaps_every_transfer():
     program = sp.fused()
-    pairs = transfers(program)
-    assert len(pairs) == len(FETCHING)
-    for number, pair in zip(FETCHING, pairs, strict=True):
+    for number, pair in zip(sp.FETCHING, sp.row_copies(program), strict=True):
         assert_work_overlaps(program, pair, f"layer{number}/")
         assert not of(pair.between, f"layer{number + 1}/attention")
 
@@ -67,11 +58,11 @@ def test_a_hot_set_compiles_with_the_xla_transfer():
 def test_fused_step_copies_rows_and_nothing_else():
     program = sp.fused()
     rows = [copy.nbytes for copy in host_copies(program, 1024)]
-    assert rows == [sp.FETCHED_BYTES] * len(FETCHING)
+    assert rows == [sp.FETCHED_BYTES] * len(sp.FETCHING)
     # On the device, at most the empty mask that a layer marks its requested slots in.
     mask = sp.HEADS * sp.CAPACITY
     others = [copy.nbytes for copy in copies(program, 1024) if copy not in host_copies(program)]
-    assert set(others) <= {mask} and len(others) <= len(FETCHING)
+    assert set(others) <= {mask} and len(others) <= len(sp.FETCHING)
     assert not large_results(program, sp.WEIGHT_BYTES)  # nor a new matrix or cache of a layer
     assert program.memory["temp"] < sp.LAYER_BYTES
     assert program.memory["host_temp"] == sp.FETCHED_BYTES  # one staging buffer serves all layers
@@ -86,7 +77,7 @@ def test_fused_step_updates_the_device_cache_in_place():
 
 def test_layer_overlaps_its_transfer_and_copies_nothing_else():
     program = sp.fetching_layer()
-    (pair,) = transfers(program)
+    (pair,) = sp.row_copies(program)
     assert_work_overlaps(program, pair, "")
     assert [copy.nbytes for copy in copies(program, 1024)] == [sp.FETCHED_BYTES]
     assert not large_results(program, sp.WEIGHT_BYTES)
@@ -108,6 +99,16 @@ def test_flush_into_a_pool_is_in_place():
     assert_no_copy_larger_than(program, flushed)
     assert program.memory["host_temp"] <= flushed
     assert not large_results(program, sp.LAYER_BYTES)
+
+
+def test_the_host_waits_for_no_loop_of_a_draw():
+    """A loop of unknown length stops the host until the end of the step."""
+    settings = settings_of([Sampling(temperature=1.0)] * 8)
+    shapes = jax.tree.map(lambda x: on_device(x.shape, x.dtype), settings)
+    logits, uniform = on_device((8, 32_000), jnp.float32), on_device((8,), jnp.float32)
+    program = compile_for_gpu(sample, logits, shapes, uniform)
+    loops = [line for line in program.hlo.splitlines() if " while(" in line]
+    assert loops and all("known_trip_count" in line for line in loops)
 
 
 def test_prompt_layer_reads_the_host_cache_where_it_is():
@@ -142,3 +143,51 @@ def test_a_chunks_rows_are_written_in_place():
     assert program.memory["host_temp"] == 0
     assert_no_copy_larger_than(program, sp.PROMPT * sp.HEADS * sp.ROW)
     assert not large_results(program, sp.LAYER_BYTES)
+
+
+# Layer 0 is dense, 1, 3 and 5 have a window, 2 and 4 are on the host.
+WINDOWS = sp.SLIDING.sliding_layers
+ON_HOST = sp.decoder(config=sp.SLIDING).on_host
+WINDOW_BYTES = sp.HEADS * sp.WINDOW * sp.ROW
+
+
+def step(transfer: Transfer) -> Program:
+    return sp.fused(transfer, config=sp.SLIDING)
+
+
+def of_layer(program: Program, layer: int) -> list[Instruction]:
+    return [i for i in launched(program) if f"/layer{layer}/" in i.op_name]
+
+
+@sp.TRANSFERS
+def test_rows_are_chosen_and_moved_for_the_layers_on_the_host_only(transfer: Transfer):
+    program = step(transfer)
+    for layer in range(sp.LAYERS):
+        scopes = {part for i in of_layer(program, layer) for part in i.op_name.split("/")}
+        fetching = {"speculate", "select", "fetch"}
+        assert scopes & fetching == (fetching if layer + 1 in ON_HOST else set())
+        assert ("tail" in scopes) == (layer in ON_HOST)
+    moved = [copy.nbytes for copy in host_copies(program, 1024)]
+    assert moved == [sp.FETCHED_BYTES] * (len(ON_HOST) if transfer.name == "xla" else 0)
+
+
+@sp.TRANSFERS
+def test_windows_are_updated_in_place(transfer: Transfer):
+    program = step(transfer)
+    resident, lengths = len(ON_HOST) * sp.RESIDENT_BYTES, 4 * sp.BATCH
+    rings = len(WINDOWS) * WINDOW_BYTES
+    assert program.memory["alias"] == sp.LAYER_BYTES + rings + resident + lengths
+    # Except fetched rows, nothing as large as half of a window's keys is copied or created.
+    limit = WINDOW_BYTES // 4
+    on_device = [i for i in copies(program, limit) if i not in host_copies(program)]
+    made = [i for i in large_results(program, limit) if "/layer" in i.op_name]
+    windows = [i for layer in WINDOWS for i in of_layer(program, layer)]
+    assert not on_device and not [i for i in made if i in windows and "/attention/" in i.op_name]
+
+
+def test_a_layer_with_a_window_hides_the_transfer_for_the_next():
+    program = step(XlaTransfer())
+    for number, pair in zip(ON_HOST, sp.row_copies(program), strict=True):
+        mlp = [i for i in of_layer(program, number - 1) if "/mlp/" in i.op_name]
+        assert len(mlp) >= 4 and all(i in pair.between for i in mlp)
+        assert_overlaps(program, pair, f"layer{number - 1}/")

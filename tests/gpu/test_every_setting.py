@@ -19,13 +19,11 @@ from jax import core
 sys.path.append(str(Path(__file__).parents[1]))
 from runtime import RAGGED, SPARSE, random_model
 
-from infinigen_jax import cuda
+from infinigen_jax import Engine, Pool, cuda
 from infinigen_jax.decode.steps import steps
-from infinigen_jax.engine.engine import Engine
 from infinigen_jax.policies import POLICIES
-from infinigen_jax.prefill.compiled import device_layer, host_layer
+from infinigen_jax.prefill.compiled import read_layer
 from infinigen_jax.programs.program import Program
-from infinigen_jax.settings.pool import Pool
 from infinigen_jax.transfer import CudaTransfer, XlaTransfer
 
 pytestmark = pytest.mark.slow
@@ -145,14 +143,14 @@ def test_it_compiles(case: str, calls: dict[str, Call], monkeypatch: pytest.Monk
     asked = {key: settings.pop(key) for key in ("prefix", "batch") if key in settings}
     made = Engine(model, policy=policy, **settings)
     made.generate(RAGGED, max_new_tokens=8, **asked)
-    assert {"embed", "keep_rows"} <= {call.name for call in calls.values()}
+    assert {"embed", "keep"} <= {call.name for call in calls.values()}
     for call in list(calls.values()):
         compile_for_gpu(call.program, *call.arguments, keywords=call.keywords)
     monkeypatch.setattr(cuda, "in_use", lambda: True)
     by_kernels = steps(dataclasses.replace(made.decoder, transfer=CudaTransfer()))
     again = {
         name: [call for call in calls.values() if call.name == name]
-        for name in ("fused", "checked", "host_layer", "device_layer")
+        for name in ("fused", "checked", "read_layer")
     }
     assert again["fused"] or again["checked"] or made.schedule == "layerwise"
     for name in ("fused", "checked"):
@@ -161,9 +159,9 @@ def test_it_compiles(case: str, calls: dict[str, Call], monkeypatch: pytest.Monk
             compile_for_gpu(step, *call.arguments, keywords=call.keywords)
     if model.dtype.itemsize == 2:
         with sp.cudnn_attention():
-            for layer in (host_layer, device_layer):
-                assert again[layer.__name__]
-                for call in again[layer.__name__]:
-                    chunk = layer.compile(made.decoder)  # traced again
-                    program = compile_for_gpu(chunk, *call.arguments, keywords=call.keywords)
-                    assert "__cudnn$fmha" in program.hlo
+            hosted = {call.arguments[3] is not None for call in again["read_layer"]}
+            assert hosted == {False, True}
+            for call in again["read_layer"]:
+                chunk = read_layer.compile(made.decoder)  # traced again
+                program = compile_for_gpu(chunk, *call.arguments, keywords=call.keywords)
+                assert "__cudnn$fmha" in program.hlo

@@ -13,17 +13,15 @@ import jax.numpy as jnp
 import pytest
 import step_programs as sp
 from compile_for_gpu import Program, compile_for_gpu, on_device
-from hlo import computations
-from reading import launched
+from reading import computations, launched
 
-from infinigen_jax import cuda
+from infinigen_jax import InfiniGen, cuda
 from infinigen_jax.cache.cache import HostLayer
 from infinigen_jax.cache.host_array import default_mesh
 from infinigen_jax.cache.layers import Resident
 from infinigen_jax.cuda.launch import TARGET
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.layer_rows import HostRows
-from infinigen_jax.policies import InfiniGen
 from infinigen_jax.selection.select import Request
 from infinigen_jax.transfer import XlaTransfer
 
@@ -61,7 +59,8 @@ def tail(kernels: bool) -> Program:
     def scores(q: Any, weights: Any, index: Any, request: Request, local: Resident, at: Any):
         own = HostLayer(jnp.int32(0), (), weights, index)
         rows = HostRows(decoder, local, at, None, jnp.zeros((1, 1, K, T, 2 * D), sp.DTYPE), own)
-        tail = rows.tail_blocks(q, request)
+        tail = rows.tail_term(q, request, None)
+        assert tail is not None
         return tail.score, tail.shift
 
     size = POLICY.request_size(T)

@@ -1,12 +1,20 @@
 """Weights in host memory: layer l+1's are copied while layer l computes, compiled for a GPU."""
 
-import pytest
 import step_programs as sp
 from compile_for_gpu import Program
-from hlo import products
-from reading import AsyncPair, async_pairs, copies, host_copies, large_results, launched, schedule
+from reading import (
+    AsyncPair,
+    assert_overlaps,
+    async_pairs,
+    copies,
+    host_copies,
+    large_results,
+    launched,
+    products,
+    schedule,
+)
 
-from infinigen_jax.transfer import Transfer, XlaTransfer
+from infinigen_jax.transfer import Transfer
 from infinigen_jax.transfer.cuda import CudaTransfer
 
 MATRICES = len(sp.MOVED)
@@ -18,19 +26,7 @@ def weight_copies(program: Program) -> list[AsyncPair]:
     return [pair for pair in async_pairs(program) if pair.start.nbytes in sp.MOVED]
 
 
-def assert_overlaps(program: Program, pair: AsyncPair, layer: str) -> None:
-    """Check that the copy starts before the layer's work on its rows, and is awaited after it."""
-    everything, between = launched(program), pair.between
-    attention = products(everything, f"{layer}attention")
-    mlp = products(everything, f"{layer}mlp")
-    assert len(attention) >= 3 and len(mlp) >= 2
-    assert set(mlp) <= set(products(between, f"{layer}mlp"))
-    # The projection to q, k and v may come before: it is one product with the speculation's.
-    overlapping = products(between, f"{layer}attention")
-    assert set(attention[1:]) <= set(overlapping)
-
-
-@pytest.mark.parametrize("transfer", [XlaTransfer(), CudaTransfer()], ids=["xla", "cuda"])
+@sp.TRANSFERS
 def test_every_layer_hides_the_copy_of_the_next_ones_weights(transfer: Transfer):
     program = sp.fused(transfer, weights_on="host")
     pairs = weight_copies(program)
@@ -58,7 +54,7 @@ def test_copies_begin_before_attention():
         assert all(i.nbytes < 100 for i in attention)  # named after one of equal kernels
 
 
-@pytest.mark.parametrize("transfer", [XlaTransfer(), CudaTransfer()], ids=["xla", "cuda"])
+@sp.TRANSFERS
 def test_weights_are_copied_once_and_two_layers_of_them_are_there(transfer: Transfer):
     program = sp.fused(transfer, weights_on="host")
     copied = [i.nbytes for i in host_copies(program, min(sp.MOVED))]
@@ -73,9 +69,7 @@ def test_weights_are_copied_once_and_two_layers_of_them_are_there(transfer: Tran
 
 def test_rows_still_come_during_the_layer():
     program = sp.fused(weights_on="host")
-    rows = [pair for pair in async_pairs(program) if pair.start.nbytes == sp.FETCHED_BYTES]
-    assert len(rows) == sp.LAYERS - sp.DENSE
-    for layer, pair in enumerate(rows, sp.DENSE - 1):
+    for layer, pair in zip(sp.FETCHING, sp.row_copies(program), strict=True):
         assert_overlaps(program, pair, f"layer{layer}/")
 
 

@@ -12,17 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from runtime import (
-    ALL,
-    check_speculated_logits,
-    engine,
-    numbers,
-    slow_except,
-)
+from runtime import ALL, check_speculated_logits, engine, numbers, slow_except
 from tiny import COMMON, TEXT, logits_of, make_tiny
 
 from benchmarks.prefill import cache_shapes
-from benchmarks.torch_systems import with_cache
 from infinigen_jax.cache.layers import DenseLayer, Resident, Sliding
 from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.engine.engine import Engine
@@ -197,9 +190,7 @@ VISION = {
         ("Qwen3VL", "qwen3", True, MROPE | {"head_dim": 12}),
     ],
 )
-def test_the_language_model_of_a_model_of_text_and_images(
-    whole, family, tied, changes, tokens, tmp_path
-):
+def test_the_language_model_of_one_with_images(whole, family, tied, changes, tokens, tmp_path):
     """The configuration says that embeddings are tied; the weights decide."""
     import torch
     import transformers
@@ -230,6 +221,8 @@ def greedy(reference: Any, prompt: list[int]) -> tuple[list[int], np.ndarray]:
     """Generate with transformers and its cache; return tokens and logits [NEW, v]."""
     import torch
     import transformers
+
+    from benchmarks.torch_systems import with_cache
 
     model = copy.deepcopy(reference)  # one with dynamic frequencies remembers the longest call
     logits, inputs = [], torch.tensor([prompt])
@@ -273,9 +266,6 @@ def test_decoding_is_that_of_transformers(name, tmp_path):
         for row, (_, of_row) in zip(decoded(made, tokens), expected, strict=True):
             np.testing.assert_allclose(row, of_row[1:], atol=TOLERANCE, rtol=0)
             assert row.argmax(-1).tolist() == of_row[1:].argmax(-1).tolist()
-
-
-# Layers with a window.
 
 
 def test_layers_with_a_window_stay_on_the_device():

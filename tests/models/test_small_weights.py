@@ -15,25 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime import SPARSE, engine, random_model, tokens_of
 
-from infinigen_jax import generate, plan
+from infinigen_jax import Engine, Model, embedded, generate, load, plan
 from infinigen_jax.cli.options import load_engine
 from infinigen_jax.decode.compiler_options import step_options
-from infinigen_jax.engine.engine import Engine
-from infinigen_jax.engine.verdict import judge
-from infinigen_jax.errors import ParameterError
-from infinigen_jax.loading.load import Model, embedded, load
+from infinigen_jax.engine.memory_plan import step_bytes
+from infinigen_jax.engine.rounds import judge
 from infinigen_jax.machine.memory_limits import tree_bytes
 from infinigen_jax.messages import Messages
 from infinigen_jax.models import Params, small_weights
-from infinigen_jax.models.linear import in_full, project
-from infinigen_jax.models.packed import split
-from infinigen_jax.models.small_weights import (
-    FEW_ROWS,
-    product,
-    rows_of,
-    shrink,
-    shrink_part,
-)
+from infinigen_jax.models.linear import in_full, project, split
+from infinigen_jax.models.small_weights import FEW_ROWS, product, rows_of, shrink, shrink_part
 from infinigen_jax.settings.engine import WEIGHT_DTYPES
 from infinigen_jax.speculation.query import speculation_weights
 
@@ -55,9 +46,6 @@ def groups_of(rows: np.ndarray) -> np.ndarray:
     """Groups of 32 inputs, the last one padded with zeros."""
     padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % 32)))
     return padded.reshape(len(rows), -1, 32)
-
-
-# Numbers.
 
 
 @pytest.mark.parametrize(
@@ -118,9 +106,6 @@ def test_embeddings_and_logits_are_not_in_four_bits():
     assert "codes" not in params["norm"]
 
 
-# Products.
-
-
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
 @pytest.mark.parametrize(
     ("activations", "rounding", "sizes"),
@@ -149,9 +134,6 @@ def test_one_row_in_a_step_makes_no_full_matrix(dtype):
     program = jax.jit(project, compiler_options=step_options(engine("one").decoder))
     memory = program.lower(row, part).compile().memory_analysis()
     assert memory is not None and memory.temp_size_in_bytes < 10 * 640
-
-
-# Engines.
 
 
 def shrink_model(params: Params, dtype: str) -> Params:
@@ -212,9 +194,6 @@ def test_tokens_are_those_of_the_rounded_model(name, dtype, options):
     assert tokens_of(made) == tokens_of(full)
 
 
-# Loading and the command lines.
-
-
 @pytest.mark.usefixtures("shallow")
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
 @pytest.mark.parametrize("weights", ["device", "host"])
@@ -231,7 +210,6 @@ def test_loading(dtype, weights):
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
 def test_a_projection_of_speculation_has_the_form_of_the_layers_own(dtype):
     model = load(embedded(), "float32", weight_dtype=dtype)
-    assert model.ahead is not None
     made = speculation_weights(model, 1, 8, query="corrected")["ahead"]
     expected = shrink_part(jax.tree.map(np.array, model.ahead[1].projection), dtype)
     jax.tree.map(np.testing.assert_array_equal, made, expected)
@@ -255,11 +233,6 @@ def test_logits_of_a_verification_make_no_full_matrix():
     assert memory.temp_size_in_bytes < model.config.vocab_size * model.config.hidden_size
 
 
-def test_a_dtype_that_does_not_exist():
-    with pytest.raises(ParameterError, match="weight_dtype int3: use bfloat16, int8 or int4"):
-        load(weight_dtype="int3")
-
-
 @pytest.mark.usefixtures("shallow")
 def test_the_generate_command_loads_them():
     options = ("--model", "tiny-llama", "--weight-dtype", "int8")
@@ -278,3 +251,19 @@ def test_a_plan_has_the_bytes_of_the_loaded_model(dtype, command, tmp_path):
     model = load(embedded(), "float32", weight_dtype=dtype)
     planned = json.loads(out.read_text())["asked"]["weights"]
     assert planned == tree_bytes(model.params) < 0.51 * tree_bytes(load(embedded()).params)
+
+
+def test_products_with_few_rows_are_planned_without_decoded_matrices():
+    made = engine("gqa", SPARSE)
+    decoder, whole = made.decoder, made.runtime.weights.params
+    small = shrink_model(whole, "int8")
+    for drafted in (0, FEW_ROWS):
+        step = step_bytes(decoder, small, 1, 128, drafted)
+        assert step == step_bytes(decoder, whole, 1, 128, drafted)
+    matrices = [x["weight"].size for x in whole["layers"][0].values() if "weight" in x]
+    sizes = 1, 128, FEW_ROWS + 1
+    decoded = step_bytes(decoder, small, *sizes) - step_bytes(decoder, whole, *sizes)
+    assert decoded >= 4 * sum(matrices)
+    # A verification of 16 tokens decodes nothing for one sequence.
+    assert step_bytes(decoder, small, 1, 128, 16) == step_bytes(decoder, whole, 1, 128, 16)
+    assert step_bytes(decoder, small, 2, 128, 16) > step_bytes(decoder, whole, 2, 128, 16)

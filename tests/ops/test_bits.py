@@ -17,24 +17,11 @@ from infinigen_jax.decode.compiler_options import step_options
 from infinigen_jax.decode.steps import steps
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.saved_file import SavedFile
-from infinigen_jax.ops.bit_storage import from_kept, kept_dtype, number_dtype, to_kept
 from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill.compiled import keep_on_device
 from infinigen_jax.transfer import XlaTransfer
 
 CAPACITY = 1 << 20  # from shapes alone: no index overflows
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_there_and_back(dtype):
-    x = jnp.asarray([0.0, -0.0, 1.5, -3e-5, jnp.inf, jnp.nan, 65504.0], dtype)
-    kept = kept_dtype(dtype, as_bits=True)
-    stored = to_kept(x, kept)
-    assert stored.dtype == kept == (jnp.float32 if dtype == "float32" else jnp.uint16)
-    back = from_kept(stored, dtype)
-    assert back.dtype == number_dtype(kept, dtype) == jnp.dtype(dtype)
-    np.testing.assert_array_equal(np.asarray(back).view(np.uint8), np.asarray(x).view(np.uint8))
-    assert kept_dtype(dtype, as_bits=False) == jnp.dtype(dtype)
 
 
 def step(engine: Engine, cache: Cache) -> Any:
@@ -80,9 +67,7 @@ def test_no_program_converts_a_cache(program, dtype):
     compiled = program(engine, cache).compile()
     layer = cache.host.size // cache.host.shape[0]
     assert largest_numbers(compiled.as_text()) < layer
-    assert (
-        compiled.memory_analysis().temp_size_in_bytes < cache.host.size * cache.host.dtype.itemsize
-    )
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * cache.host.size
 
 
 def test_a_cache_of_numbers_would_be_converted():

@@ -7,13 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinigen_jax.ops.quantize import (
-    affine_codes,
-    from_bytes,
-    pack_halves,
-    to_bytes,
-    unpack_halves,
-)
+from infinigen_jax.ops.quantize import affine_codes
 
 codes_of = jax.jit(affine_codes, static_argnames="bits")
 GROUP = 16
@@ -49,16 +43,6 @@ def test_the_extremes_of_a_group_come_back_nearly_exactly(bits):
     np.testing.assert_allclose((low + step * codes)[:, 3], 100, rtol=2.0**-7)
 
 
-def test_step_and_low_are_bfloat16_and_travel_as_bytes():
-    x = np.random.default_rng(0).normal(size=(7, 3, GROUP)).astype(np.float32)
-    _, step, low = codes_of(jnp.asarray(x), bits=4)
-    for y in (step[..., 0], low[..., 0]):
-        np.testing.assert_array_equal(y, y.astype(jnp.bfloat16).astype(jnp.float32))
-        stored = to_bytes(y)
-        assert stored.shape == (7, 6) and stored.dtype == jnp.uint8
-        np.testing.assert_array_equal(from_bytes(stored), y)
-
-
 def test_equal_numbers_come_back_almost_equal_and_zeros_exactly():
     for number in (0.0, 1.0, -3.7, 1e-40, 6e4):
         codes, step, low = codes_of(jnp.full((1, GROUP), number, jnp.float32), bits=4)
@@ -74,11 +58,3 @@ def test_a_group_with_an_odd_number_is_nan_and_its_neighbours_are_not(odd):
     codes, step, low = codes_of(jnp.asarray(x), bits=8)
     back = np.asarray(low + step * codes.astype(jnp.float32))
     assert np.isnan(back[1]).all() and np.isfinite(back[[0, 2]]).all()
-
-
-def test_halves_are_packed_without_loss():
-    pairs = np.array([(low, high) for low in range(16) for high in range(16)], np.uint8)
-    codes = jnp.asarray(np.concatenate([pairs[:, 0], pairs[:, 1]]))[None]
-    stored = jax.jit(pack_halves)(codes)
-    np.testing.assert_array_equal(stored[0], pairs[:, 0] + 16 * pairs[:, 1].astype(int))
-    np.testing.assert_array_equal(jax.jit(unpack_halves)(stored), codes)

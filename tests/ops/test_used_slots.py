@@ -1,11 +1,14 @@
-"""Work on only the leading slots gives the result of work on all slots."""
+"""Work on only the leading slots gives that on all slots; lists of marked slots."""
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from runtime import engine
 
 from infinigen_jax.cache.layers import DenseLayer
@@ -13,6 +16,7 @@ from infinigen_jax.decode.layer_rows import DeviceRows
 from infinigen_jax.decode.state import Carry, Counts
 from infinigen_jax.models import blueprint
 from infinigen_jax.ops import used_slots
+from infinigen_jax.ops.compaction import compact, compact_by_row, pack_marks
 from infinigen_jax.ops.span import Span
 from infinigen_jax.ops.used_slots import over_used
 from infinigen_jax.policies import InfiniGen
@@ -24,16 +28,7 @@ POLICY = InfiniGen(budget=0.3, window=4, sinks=2, alpha=1e4, tail_tokens=16)
 
 @pytest.mark.parametrize(
     "capacity, used, size",
-    [
-        (4000, 9, 4000),
-        (4096, 0, 1024),
-        (4096, 1024, 1024),
-        (4096, 1025, 4096),
-        (20_000, 5, 1024),
-        (20_000, 1025, 4096),
-        (20_000, 4097, 20_000),
-        (65_536, 4096, 4096),
-    ],
+    [(4000, 9, 4000), (4096, 1024, 1024), (20_000, 1025, 4096), (20_000, 4097, 20_000)],
 )
 def test_the_smallest_size_with_all_used_slots_is_computed(capacity, used, size):
     compute = jax.jit(lambda used: over_used(jnp.int32, used, capacity))
@@ -72,3 +67,37 @@ def test_rows_are_chosen_and_attended_to_as_among_all_slots(monkeypatch):
             np.testing.assert_allclose(found, wanted, rtol=tolerance, atol=tolerance)
         np.testing.assert_allclose(attended, output, rtol=1e-5, atol=1e-5)
     assert 0 < request.count.min() and request.count.max() > 19  # 0.3 of 64: from all slots
+
+
+compiled_compact = jax.jit(compact, static_argnames="size")
+
+
+@partial(jax.jit, static_argnums=1)
+def compiled_by_row(mask, size):
+    words = pack_marks(mask.reshape(-1, mask.shape[-1]))
+    return compact_by_row(words, size)
+
+
+def check_compact(got, mask):
+    got, mask = np.asarray(got).reshape(-1, got.shape[-1]), mask.reshape(-1, mask.shape[-1])
+    for places, row in zip(got, mask, strict=True):
+        marked = np.flatnonzero(row)[: len(places)]
+        assert places.tolist() == [*marked, *[0] * (len(places) - len(marked))]
+
+
+@given(st.sampled_from([31, 1100, 4100]), st.integers(0, 2**32 - 1))
+@example(1100, 0)
+def test_compact_lists_the_marked_positions(t, seed):
+    rng = np.random.default_rng(seed)
+    mask = rng.random((2, 2, t)) < rng.choice([0.0, 0.1, 0.9, 1.0], size=(2, 2, 1))
+    got = compiled_compact(jnp.asarray(mask), size=t)
+    check_compact(got, mask)
+    # As where loops of unknown length cost more.
+    check_compact(compiled_by_row(jnp.asarray(mask), t), mask)
+
+
+@pytest.mark.parametrize(("t", "size"), [(40, 3), (900, 150), (900, 128)])
+def test_compact_into_fewer_places_than_there_are_marks(t, size):
+    mask = np.random.default_rng(size).random((2, 2, t)) < 0.9
+    check_compact(compiled_compact(jnp.asarray(mask), size=size), mask)
+    check_compact(compiled_by_row(jnp.asarray(mask), size), mask)

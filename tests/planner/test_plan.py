@@ -109,8 +109,6 @@ def test_the_bytes_are_those_that_are_allocated(name, options):
     cache, expected = run.cache, forecast.plan
     assert expected.host_cache == tree_bytes(cache.host)
     assert expected.index == tree_bytes(cache.states)
-    streamed = [state for i, state in enumerate(cache.states) if engine.decoder.streams(i)]
-    assert tree_bytes(streamed) == 0
     assert expected.hot + expected.pool == tree_bytes((cache.hot, cache.pool))
     dense = [local for local in cache.local if isinstance(local, DenseLayer)]
     assert expected.dense_cache == tree_bytes(dense)
@@ -213,7 +211,6 @@ def test_lossless_is_forecast_where_a_link_carries_the_cache(folder):
 
     found = on_link("--dense-layers=0")
     rounds = found.lossless
-    assert rounds is not None
     assert rounds.full == pytest.approx(found.plan.host_cache / 5e10, rel=0.01)
     assert 1 <= rounds.drafted <= 15
     tokens = sum(ACCEPTED**k for k in range(rounds.drafted + 1))
@@ -291,7 +288,6 @@ def test_what_is_recommended_fits(folder, device, host, batch):
     # More memory never makes it slower.
     made.machine = Machine(2 * device * GIB, 2 * host * GIB, 2e12, 5e10)
     better = advice.best_settings(made, batch, 4096)
-    assert better is not None
     if better.settings.rows == found.best.settings.rows:
         assert seconds(better) <= seconds(found.best)
 
@@ -299,9 +295,6 @@ def test_what_is_recommended_fits(folder, device, host, batch):
 def test_the_xla_transfer_has_no_hot_set(folder):
     sizes = [planner(folder, SMALL_GPU, *given).asked.hot_set for given in ([], ["--transfer=xla"])]
     assert sizes == [2.0, 0.0]
-
-
-# The command.
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Attention of chunks and of a few tokens, against a dense softmax in NumPy in float64."""
+"""Attention of chunks and of a few tokens, against NumPy in float64; also in long contexts."""
 
 import functools
 from collections.abc import Iterable
@@ -9,19 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cudnn_stand_in import stand_in
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from runtime import SPARSE, engine
+from scipy.special import softmax
+from test_fused_attention import stand_in
 from tiny import normal
 
+from benchmarks.prefill import temporaries
+from infinigen_jax.cache.host_array import allocate_host, gather_rows, write_span
 from infinigen_jax.cache.layers import Sliding
 from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill import attention as prompt_attention
 from infinigen_jax.prefill import cudnn_attention
-from infinigen_jax.prefill.attention import attend_chunk
-from infinigen_jax.prefill.attention_mass import attention_mass
-from infinigen_jax.prefill.layer import device_rows
+from infinigen_jax.prefill.attention import attend_chunk, attention_mass
+from infinigen_jax.prefill.compiled import device_rows, host_rows
 from infinigen_jax.prefill.narrow_attention import Seen, attend_narrow
 from infinigen_jax.prefill.prior_rows import ChunkAttention, PriorRows
 
@@ -61,15 +64,9 @@ def assert_close(got: ChunkAttention, expected: Iterable[Any]) -> None:
 
 @pytest.fixture(scope="module", params=["one by one", "together", "by cuDNN"])
 def attend(request: Any) -> Any:
-    """Return `attend_chunk` in small blocks.
+    """Return `attend_chunk` in small blocks: a CPU's way, an accelerator's, and cuDNN's."""
 
-    It goes through the heads in both ways, the second one that of accelerators, and by a stand-in
-    for cuDNN.
-    """
-
-    def run(
-        q: Any, keys: Any, values: Any, earlier: PriorRows | None = None, window: int | None = None
-    ) -> ChunkAttention:
+    def run(q: Any, keys: Any, values: Any, earlier: Any = None, window: Any = None) -> Any:
         if request.param == "by cuDNN":
             with mock.patch.object(cudnn, "dot_product_attention", stand_in):
                 return cudnn_attention.attend(earlier, window, q, keys, values)
@@ -145,10 +142,8 @@ def earlier_rows(tables: list[jax.Array], size: int, starts: Any) -> PriorRows:
 def attend_after(attend: Any) -> Any:
     """Attention of a chunk that continues the rows in some tables."""
 
-    def run(
-        tables: Any, starts: Any, q: Any, keys: Any, values: Any, *, size: int
-    ) -> ChunkAttention:
-        return attend(q, keys, values, earlier_rows(tables, size, starts))
+    def run(tables: Any, starts: Any, *chunk: Any, size: int) -> ChunkAttention:
+        return attend(*chunk, earlier_rows(tables, size, starts))
 
     return jax.jit(run, static_argnames="size")
 
@@ -185,16 +180,7 @@ TOKENS, CAPACITY = 5, 64
 
 
 @functools.partial(jax.jit, static_argnames=("first", "size", "side_by_side", "ahead"))
-def attend_few(
-    tables: list[jax.Array],
-    starts: jax.Array,
-    chunk: list[jax.Array],
-    *,
-    first: int,
-    size: int,
-    side_by_side: bool,
-    ahead: bool,
-) -> jax.Array:
+def attend_few(tables, starts, chunk, *, first, size, side_by_side, ahead):
     """Attend to the first rows at hand, to those of the tokens themselves, and to the rest."""
     q, keys, values = chunk
     places = jnp.arange(TOKENS)
@@ -214,9 +200,7 @@ def attend_few(
     ],
 )
 @given(starts=st.lists(st.integers(0, 56), min_size=2, max_size=2))
-def test_few_tokens_after_any_beginning(
-    starts: list[int], first: int, size: int, side_by_side: bool, ahead: bool
-):
+def test_few_tokens_after_any_beginning(starts, first, size, side_by_side, ahead):
     """Fewer and more first rows than a block; a block that does not divide the rows, and all."""
     q, keys, values = prompts(2, 61, 4, 2)
     expected = cut(dense(q, keys, values)[0], starts, TOKENS)
@@ -229,3 +213,53 @@ def test_few_tokens_after_any_beginning(
     settings: Any = {"first": first, "size": size, "side_by_side": side_by_side, "ahead": ahead}
     got = attend_few([*map(jnp.asarray, tables)], jnp.array(starts, jnp.int32), chunk, **settings)
     np.testing.assert_allclose(got, expected, atol=TOLERANCE)
+
+
+CHUNK = 256
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch"), [("int4", 1), pytest.param("auto", 3, marks=pytest.mark.slow)]
+)
+def test_temporaries_do_not_grow_with_the_prompt(rows, batch):
+    """From 16 chunks to a million tokens, only the cache grows; on the device, the index."""
+    chosen = engine("gqa", SPARSE, 1, rows=rows)
+    short, long = (temporaries(chosen, CHUNK, n * CHUNK, batch) for n in (16, 4096))
+    assert len(short) == 4  # of a layer on the host and one on the device: itself, what it keeps
+    assert (np.array(long) <= 1.01 * np.array(short)).all()
+    assert 0 < max(long) < 2**27
+
+
+def test_a_chunk_at_the_end_of_128k_tokens():
+    """Against dense attention in float64: slots, masks and blocks of earlier rows."""
+    tokens, chunk = 131072, 64
+    decoder = engine("gqa", SPARSE).decoder
+    k, h, d = decoder.config.num_kv_heads, decoder.config.num_heads, decoder.config.head_dim
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(1, k, tokens, 2 * d)).astype(np.float32)
+    q = rng.normal(size=(1, chunk, h, d)).astype(np.float32)
+    start = tokens - chunk
+    host = allocate_host((2, 1, k, tokens, 2 * d), jnp.float32, decoder.mesh)
+    write = jax.jit(functools.partial(write_span, mesh=decoder.mesh), donate_argnums=0)
+    whole = Span.whole(1, 4096)
+    for at in range(0, start, 4096):
+        new = jnp.asarray(rows[:, :, at : at + 4096])
+        host = write(host, jnp.int32(1), new, Span(whole.start + at, whole.count))
+    wanted = np.array([[[3, tokens // 2 + 5, tokens - 1], [7, tokens // 2, tokens - 8]]], np.int32)
+    fetched = jax.jit(functools.partial(gather_rows, mesh=decoder.mesh))(host, jnp.int32(1), wanted)
+    np.testing.assert_array_equal(fetched, np.take_along_axis(rows, wanted[..., None], axis=2))
+    span = Span(jnp.array([start], jnp.int32), jnp.array([chunk], jnp.int32))
+
+    @jax.jit
+    def attend(host, q, keys, values):
+        earlier = host_rows(decoder, host, jnp.int32(1), (), span)
+        return attend_chunk(q, keys, values, earlier).output
+
+    given = np.split(rows[:, :, start:].swapaxes(1, 2), 2, axis=-1)
+    got = np.asarray(attend(host, jnp.asarray(q), *(jnp.asarray(x) for x in given)))
+    keys, values = np.split(rows[0].astype(np.float64), 2, axis=-1)
+    for head, row in ((0, 0), (h - 1, 17), (1, chunk - 1)):
+        kv = head // (h // k)
+        scores = keys[kv, : start + row + 1] @ q[0, row, head].astype(np.float64)
+        expected = softmax(scores) @ values[kv, : start + row + 1]
+        np.testing.assert_allclose(got[0, row, head], expected, atol=1e-5)

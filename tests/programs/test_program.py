@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from runtime import SPARSE, engine, random_model, tokens_of
+from runtime import SPARSE, engine, random_model, tokens_of, with_config
 from tiny import python
 
 from infinigen_jax.engine.engine import Engine
@@ -100,13 +100,11 @@ def test_products_of_float32_models_are_exact_on_a_gpu(monkeypatch):
 @pytest.mark.parametrize(("schedule", "positions"), [("fused", 62), ("layerwise", 63)])
 def test_an_engine_of_a_float32_model_as_on_a_gpu(monkeypatch, schedule, positions):
     """Wrapped programs keep their static and donated arguments."""
-    model = random_model("gqa")
     # A number of positions of no other test, so that all programs are new.
-    config = dataclasses.replace(model.config, max_positions=positions)
+    new = with_config(random_model("gqa"), max_positions=positions)
     on_gpu = types.SimpleNamespace(**vars(jax) | {"default_backend": lambda: "gpu"})
     with jax.default_matmul_precision(None), monkeypatch.context() as patch:
         patch.setattr("infinigen_jax.programs.program.jax", on_gpu)
-        new = dataclasses.replace(model, config=config)
         tokens = tokens_of(Engine(new, policy=SPARSE, dense_layers=1, schedule=schedule))
     assert tokens == tokens_of(engine("gqa", schedule=schedule))
 

@@ -12,15 +12,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import openai
+import pytest
 import uvicorn
 from runtime import SPARSE
 
-from infinigen_jax.engine.engine import Engine
-from infinigen_jax.engine.results import Generation
-from infinigen_jax.loading.load import Model, load
+from infinigen_jax import Engine, Generation, Model, load
 from infinigen_jax.policies.base import Policy
 from infinigen_jax.server.app import Service, create_app
-from infinigen_jax.server.connection import http_config
+from infinigen_jax.server.guard import http_config
 from infinigen_jax.server.limits import Limits
 from infinigen_jax.server.scheduler import Scheduler
 
@@ -55,6 +54,11 @@ class Served:
         """Request a completion, greedy unless stated otherwise."""
         settings = {"temperature": 0, "max_tokens": 20} | settings
         return self.client.completions.create(model="small", prompt=prompt, **settings)
+
+    def chat(self, text: str = "a story", **settings: Any) -> Any:
+        """Request an answer to a message, greedy unless stated otherwise."""
+        settings = {"messages": [{"role": "user", "content": text}], "temperature": 0} | settings
+        return self.client.chat.completions.create(model="small", **settings)
 
     def expected(self, prompts: list[Any], *sampling: Any, **settings: Any) -> Generation:
         """Return the results of `generate` for the prompts.
@@ -92,6 +96,15 @@ class Served:
             time.sleep(0.01)
 
 
+def refusal(request: Any, *arguments: Any, **settings: Any) -> dict[str, Any]:
+    """Return the error of a request that is refused."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        request(*arguments, **settings)
+    error: Any = caught.value.body
+    assert error["type"] == "invalid_request_error"
+    return error
+
+
 @functools.cache
 def small_engine() -> Engine:
     """Return an engine on the embedded model, with a chat template."""
@@ -116,10 +129,10 @@ def serving(
 ) -> Iterator[Served]:
     """Run a server, once it is ready, and end it."""
     engine = engine or small_engine()
-    limits = Limits.of(engine, batch, CONTEXT, waiting, prefix_bytes)
+    limits = Limits(engine, batch, CONTEXT, waiting, prefix_bytes)
     scheduler = Scheduler(engine, limits)
     made = Service("small", drain_seconds=2, **service)
-    server = uvicorn.Server(http_config(create_app(scheduler, made), made))
+    server = uvicorn.Server(http_config(create_app(scheduler, made), made.drain_seconds))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         given = {"sockets": [listening]}
         thread = threading.Thread(target=server.run, kwargs=given, daemon=True)

@@ -18,12 +18,11 @@ import pytest
 from pydantic import ValidationError
 from serving import CONTEXT, ROWS, Served, serving, small_engine
 
-from infinigen_jax import serve
+from infinigen_jax import Sampling, serve
 from infinigen_jax.messages import Messages
-from infinigen_jax.sampling import Sampling
 from infinigen_jax.serve import start_logging
-from infinigen_jax.server import connection, guard
-from infinigen_jax.server.job import Job, RefusedError
+from infinigen_jax.server import guard
+from infinigen_jax.server.answer import Job, RefusedError
 from infinigen_jax.server.limits import Limits
 from infinigen_jax.server.protocol import ChatCompletion, Completion
 from infinigen_jax.server.scheduler import Scheduler
@@ -45,7 +44,7 @@ def strict(served: Served) -> Iterator[Served]:
 def narrow(monkeypatch) -> None:
     monkeypatch.setattr(guard, "BODY_BYTES", 1000)
     monkeypatch.setattr(guard, "BODY_SECONDS", 0.5)
-    monkeypatch.setattr(connection, "HEADER_SECONDS", 0.5)
+    monkeypatch.setattr(guard, "HEADER_SECONDS", 0.5)
 
 
 def test_status_pages(served: Served):
@@ -245,10 +244,7 @@ def job(most: int, send: Any, tokens: int = 5) -> Job:
 
 
 def test_full_queue_and_shutdown(served: Served, monkeypatch):
-    """Waiting requests are bounded, and those that are unfinished at the end fail.
-
-    Requests that cannot wait are refused before their prompts are read.
-    """
+    """Waiting requests are bounded, and those that are unfinished at the end fail."""
     with serving(waiting=1, prefix_bytes=0) as server:
         ended: list[Any] = []
         scheduler = server.scheduler
@@ -320,7 +316,7 @@ def test_clients_that_die_at_any_point(served: Served):
 
 def test_not_ready_before_the_warm_up(served: Served):
     engine = small_engine()
-    scheduler = Scheduler(engine, Limits.of(engine, ROWS, CONTEXT))
+    scheduler = Scheduler(engine, Limits(engine, ROWS, CONTEXT))
     with pytest.raises(RefusedError, match="starting") as caught:
         scheduler.submit([job(1, print)])
     assert caught.value.status == 503
@@ -329,7 +325,7 @@ def test_not_ready_before_the_warm_up(served: Served):
 
 def test_stopped_in_the_warm_up(served: Served, monkeypatch):
     """Between two programs, of which there would be more."""
-    scheduler = Scheduler(small_engine(), Limits.of(small_engine(), ROWS, CONTEXT))
+    scheduler = Scheduler(small_engine(), Limits(small_engine(), ROWS, CONTEXT))
     begun = threading.Event()
 
     def programs(reading: Any) -> Iterator[None]:
@@ -378,7 +374,6 @@ def test_a_request_is_one_line_of_json(served: Served, capsys):
     """Also after logging was started twice, as by two servers of a process."""
     logger = logging.getLogger("infinigen_jax.requests")
     parent = logger.parent
-    assert parent is not None
     before = logger.propagate, logger.handlers, parent.level
     try:
         start_logging(quiet=False)

@@ -1,34 +1,38 @@
-"""A server that is killed leaves no damaged file: the next one starts and answers as before."""
+"""A server that is killed leaves no damaged file: the next one answers as before. Two replicas."""
 
+import concurrent.futures
 import hashlib
 import json
 import pickle
 import re
 import signal
+import socket
 import subprocess
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import openai
 import pytest
-from tiny import environment, started
+from tiny import ROOT, environment, started
 
 from infinigen_jax.programs.program import DIGEST
 
 pytestmark = pytest.mark.slow
-SIZES = "--model tiny-llama --port 0 --batch 2 --context 512 --no-page".split()
+SERVE = "-m infinigen_jax.serve --model tiny-llama --port 0 --batch 2 --no-page".split()
+SERVE += ["--context", "512"]
 
 
 class Process:
-    """Server in a separate process, with its caches in a folder."""
+    """Server in a separate process, with its log in a folder."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *command: str | Path, **variables: Any):
         self._log = folder / "log"
-        command = ("-m", "infinigen_jax.serve", *SIZES)
         with open(self._log, "w") as log:
-            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-            self._process = started(*command, env=environment(folder), **streams)
+            streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "cwd": ROOT}
+            self._process = started(*command, env=environment(**variables), **streams)
 
     def wait(self, condition: Callable[[], bool], seconds: float = 300) -> None:
         until = time.monotonic() + seconds
@@ -39,7 +43,6 @@ class Process:
     def url(self, path: str) -> str:
         self.wait(lambda: "http://" in self._log.read_text())
         found = re.search(r"http://\S+", self._log.read_text())
-        assert found is not None
         return found[0] + path
 
     def ready(self) -> bool:
@@ -66,7 +69,7 @@ class Process:
 
 
 def test_a_second_ctrl_c_ends_the_warm_up(tmp_path: Path):
-    server = Process(tmp_path)
+    server = Process(tmp_path, *SERVE, cache=tmp_path)
     server.url("/")
     time.sleep(2)  # while it compiles
     for _ in range(2):
@@ -87,14 +90,14 @@ def test_killed_servers_leave_no_damaged_file(tmp_path: Path):
         return lambda: len(programs()) >= number or server.ready()
 
     for number in (1, 8, 20):
-        server = Process(tmp_path)
+        server = Process(tmp_path, *SERVE, cache=tmp_path)
         try:
             server.wait(written(server, number))
         finally:
             server.kill()
     texts = []
     for tokens in (400, 40):
-        server = Process(tmp_path)
+        server = Process(tmp_path, *SERVE, cache=tmp_path)
         try:
             server.wait(server.ready)
             stream = server.stream(tokens)
@@ -106,3 +109,45 @@ def test_killed_servers_leave_no_damaged_file(tmp_path: Path):
         content = path.read_bytes()
         assert hashlib.sha256(content[DIGEST:]).digest() == content[:DIGEST]
         assert pickle.loads(content[DIGEST:])
+
+
+RAY = "--context 1024 --batch 4 --replicas 2 --replica-cpus 0.5 --no-page".split()
+
+
+@pytest.fixture
+def replicas(tmp_path: Path) -> Iterator[tuple[Any, Process]]:
+    """A client of two replicas, and their process, whose log has a line of every request."""
+    pytest.importorskip("ray.serve")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    command = ("-u", ROOT / "deploy/ray_serve.py", "--model", "tiny-llama", "--port", port, *RAY)
+    server = Process(tmp_path, *command, RAY_DEDUP_LOGS="0")
+    try:
+        server.wait(lambda: f"http://127.0.0.1:{port}\n" in server._log.read_text())
+        yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x"), server
+        server._process.send_signal(signal.SIGTERM)
+        assert server._process.wait(60) == 0, server._log.read_text()
+    finally:
+        server.kill()
+
+
+def test_two_replicas(replicas):
+    """Both answer, alike and in streams; a client that goes away frees its sequence."""
+    client, server = replicas
+    settings: Any = {"model": "tiny-llama", "prompt": "Once upon a time", "temperature": 0}
+
+    def complete(_: int) -> str:
+        return client.completions.create(**settings, max_tokens=60).choices[0].text
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        texts = set(pool.map(complete, range(24)))
+    assert len(texts) == 1
+    stream = client.completions.create(**settings, max_tokens=60, stream=True)
+    assert "".join(part.choices[0].text for part in stream) in texts
+    extra = {"ignore_eos": True}
+    left = client.completions.create(**settings, max_tokens=1000, stream=True, extra_body=extra)
+    next(iter(left))
+    left.close()
+    server.wait(lambda: '"outcome": "cancelled"' in server._log.read_text(), 30)
+    served = re.findall(r"pid=(\d+).*POST /v1/completions 200", server._log.read_text())
+    assert len(set(served)) == 2

@@ -12,7 +12,7 @@ import numpy as np
 import openai
 import pytest
 from runtime import SPARSE
-from serving import CONTEXT, LONG, PROMPT, ROWS, Served, engine_of
+from serving import CONTEXT, LONG, PROMPT, ROWS, Served, engine_of, refusal
 
 from infinigen_jax.engine.live_batch import LiveBatch
 from infinigen_jax.sampling import Sampling
@@ -44,32 +44,26 @@ def test_stream(served: Served):
 
 def test_chat(served: Served):
     messages = [{"role": "system", "content": "Tell"}, {"role": "user", "content": "a story"}]
-    prompt = served.engine.model.tokenizer.encode(
-        "<system> Tell\n<user> a story\n<assistant>", add_special_tokens=False
-    )
+    text = "<system> Tell\n<user> a story\n<assistant>"
+    prompt = served.engine.encode(text, add_special_tokens=False)
     expected = served.expected([prompt]).texts[0]
-    create = served.client.chat.completions.create
-    settings = {"model": "small", "messages": messages, "temperature": 0}
-    answer = create(**settings, max_completion_tokens=20)
-    assert answer.choices[0].message.content == expected
-    assert answer.choices[0].message.role == "assistant"
-    parts = list(create(**settings, max_tokens=20, stream=True))
+    (choice,) = served.chat(messages=messages, max_completion_tokens=20).choices
+    assert (choice.message.content, choice.message.role) == (expected, "assistant")
+    parts = list(served.chat(messages=messages, max_tokens=20, stream=True))
     assert "".join(part.choices[0].delta.content or "" for part in parts) == expected
     assert parts[0].choices[0].delta.role == "assistant"
     content = [{"type": "text", "text": "a ", "id": "1"}, {"type": "text", "text": "story"}]
     developer = {"role": "developer", "content": "Tell"}  # the template knows no such role
-    settings["messages"] = [developer, {"role": "user", "content": content}]
-    (choice,) = create(**settings, max_tokens=20, logprobs=True, top_logprobs=2).choices
+    messages = [developer, {"role": "user", "content": content}]
+    scored = {"max_tokens": 20, "logprobs": True, "top_logprobs": 2}
+    (choice,) = served.chat(messages=messages, **scored).choices
     assert choice.message.content == expected
     assert "".join(entry.token for entry in choice.logprobs.content) == expected
     assert [len(entry.top_logprobs) for entry in choice.logprobs.content] == [2] * 20
 
 
 def test_an_answer_that_is_alone_between_others(served: Served, monkeypatch):
-    """It moves between the batch of one and the whole batch, and nothing is compiled.
-
-    It returns after as many steps alone as the copy of its rows takes.
-    """
+    """It moves between the batch of one and the whole batch, and nothing is compiled."""
     settings: dict[str, Any] = {"temperature": 0.9, "presence_penalty": 0.5, "seed": 7}
     step, sizes = LiveBatch.step, []
 
@@ -102,7 +96,7 @@ def test_an_answer_that_is_alone_between_others(served: Served, monkeypatch):
 
 
 def test_nothing_is_compiled_after_the_warm_up(served: Served, running):
-    assert running["late"] == 0
+    assert running[1] == 0
 
 
 def test_echo(served: Served):
@@ -132,17 +126,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("field", REFUSED)
 def test_refused_parameters_are_named(served: Served, field):
-    with pytest.raises(openai.BadRequestError) as caught:
-        served.complete(**({"prompt": PROMPT} | REFUSED[field]))
-    error: Any = caught.value.body
+    error = refusal(served.complete, **({"prompt": PROMPT} | REFUSED[field]))
     assert error["param"] == field and field in error["message"]
-    assert error["type"] == "invalid_request_error"
 
 
 def test_a_negative_temperature(served: Served):
     """The message does not name the larger limit of `Sampling`."""
-    with pytest.raises(openai.BadRequestError, match="greater than or equal to 0"):
-        served.complete(PROMPT, temperature=-1)
+    error = refusal(served.complete, PROMPT, temperature=-1)
+    assert "greater than or equal to 0" in error["message"]
 
 
 def test_a_budget_of_a_request(served: Served):
@@ -180,11 +171,8 @@ def test_values_that_change_nothing(served: Served):
     drawn: Any = {"temperature": 1.0, "seed": 3}
     plain, same = (served.complete(PROMPT, **drawn, extra_body=x) for x in ({}, neutral))
     assert same.choices[0].text == plain.choices[0].text != ""
-    messages = [{"role": "user", "content": "x"}]
-    settings = {"model": "small", "messages": messages, "max_tokens": 1}
     extra = {"top_logprobs": 0, "parallel_tool_calls": False}
-    answer = served.client.chat.completions.create(**settings, extra_body=extra)
-    assert answer.choices[0].logprobs is None
+    assert served.chat(max_tokens=1, extra_body=extra).choices[0].logprobs is None
 
 
 def test_the_seed_minus_one_is_a_random_one(served: Served):
@@ -248,10 +236,8 @@ def test_langchain(served: Served):
     url = f"http://127.0.0.1:{served.port}/v1"
     settings: dict[str, Any] = {"model": "small", "temperature": 0, "max_tokens": 40}
     model = langchain_openai.ChatOpenAI(base_url=url, api_key="x", max_retries=0, **settings)
-    messages = [{"role": "system", "content": "Tell"}, {"role": "user", "content": "a story"}]
-    expected = served.client.chat.completions.create(messages=messages, **settings)
-    given = [("system", "Tell"), ("human", "a story")]
-    answer, parts = model.invoke(given), list(model.stream(given))
+    expected = served.chat("a story", max_tokens=40)
+    answer, parts = model.invoke("a story"), list(model.stream("a story"))
     assert answer.content == expected.choices[0].message.content
     assert answer.usage_metadata["input_tokens"] == expected.usage.prompt_tokens
     assert len(parts) > 10 and "".join(part.content for part in parts) == answer.content

@@ -18,10 +18,7 @@ from serving import LONG, Served
 DRIVER = shutil.which("chromedriver")
 OPTIONS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1200,800"]
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(DRIVER is None, reason="needs chromium-driver"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(DRIVER is None, reason="needs chromium-driver")]
 
 
 class Browser:
@@ -64,7 +61,6 @@ def browser() -> Iterator[Browser]:
     assert DRIVER is not None
     with subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, text=True) as driver:
         try:
-            assert driver.stdout is not None
             line = next(line for line in driver.stdout if "started successfully on port" in line)
             started = Browser(int(line.split()[-1].rstrip(".")))
             yield started
@@ -84,11 +80,7 @@ def test_chat(served: Served, browser: Browser):
     browser.type("#input", LONG[:200] + "\ue007")  # the Enter key
     browser.wait(f"document.querySelector('#share').textContent && {IDLE}")
     answer = browser.run("document.querySelector('.assistant').textContent")
-    chat = [{"role": "user", "content": LONG[:200]}]
-    expected = served.client.chat.completions.create(
-        model="small", messages=chat, temperature=0, max_tokens=40
-    )
-    assert answer == expected.choices[0].message.content
+    assert answer == served.chat(LONG[:200], max_tokens=40).choices[0].message.content
     coloured = "[...document.querySelectorAll('#text span')].filter((s) => s.style.background)"
     assert browser.run(f"{coloured}.length") > 5
     assert browser.run("document.querySelector('#layer').length") == 1 + 1  # on the host

@@ -9,7 +9,7 @@ from runtime import SPARSE, TAILED, engine
 
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.live_batch import Reading
-from infinigen_jax.engine.snapshot import kept
+from infinigen_jax.engine.saved_file import kept
 from infinigen_jax.policies import H2O, Quest
 from infinigen_jax.prefill.prefill import empty_cache
 from infinigen_jax.server.prefix_cache import Node, PrefixCache

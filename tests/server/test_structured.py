@@ -7,13 +7,13 @@ import threading
 from typing import Any
 
 import numpy as np
-import openai
 import pytest
 from llguidance import LLMatcher, LLParserLimits
-from serving import PROMPT, TEMPLATE, Served
+from serving import PROMPT, TEMPLATE, Served, refusal
 
 from infinigen_jax.loading.load import embedded
-from infinigen_jax.server.grammar import Grammars, allowed_tokens
+from infinigen_jax.server.batch import allowed_tokens
+from infinigen_jax.server.prompts import Grammars
 from infinigen_jax.server.protocol import Message
 from infinigen_jax.server.wire import Wire
 from infinigen_jax.text.tokenizer import load_tokenizer
@@ -37,12 +37,6 @@ SCHEMA = {
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
 
 
-def ask(served: Served, **settings: Any) -> Any:
-    messages = [{"role": "user", "content": "a story"}]
-    settings = {"messages": messages, "temperature": 0} | settings
-    return served.client.chat.completions.create(model="small", **settings)
-
-
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.5, "seed": 1, "presence_penalty": 1}])
 def test_answers_follow_a_schema(served: Served, sampling):
     """Next to them, free answers stay as they are, and nothing is compiled."""
@@ -51,7 +45,7 @@ def test_answers_follow_a_schema(served: Served, sampling):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         extra = {"max_tokens": 100, "extra_body": {"ignore_eos": True}}
         free = pool.submit(served.complete, PROMPT, **extra)
-        answer = ask(served, n=2, response_format=FORMAT, **sampling)
+        answer = served.chat(n=2, response_format=FORMAT, **sampling)
         assert free.result().choices[0].text == expected
     for choice in answer.choices:
         content = json.loads(choice.message.content)
@@ -91,15 +85,15 @@ def test_what_takes_long_holds_up_no_other_request(served: Served, monkeypatch, 
 
     monkeypatch.setattr(kind, name, slow)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(ask, served, response_format={"type": "json_object"})
+        waiting = pool.submit(served.chat, response_format={"type": "json_object"})
         assert began.wait(60)
-        assert list(ask(served, stream=True)) and not waiting.done()
+        assert list(served.chat(stream=True)) and not waiting.done()
         ended.set()
         assert waiting.result().choices
 
 
 def test_json_objects(served: Served):
-    parts = list(ask(served, stream=True, response_format={"type": "json_object"}, max_tokens=30))
+    parts = list(served.chat(stream=True, response_format={"type": "json_object"}, max_tokens=30))
     text = "".join(part.choices[0].delta.content or "" for part in parts)
     assert text.lstrip().startswith("{")
     if parts[-1].choices[0].finish_reason == "stop":
@@ -107,15 +101,13 @@ def test_json_objects(served: Served):
 
 
 def test_a_schema_beyond_the_limits_ends_the_request(served: Served, monkeypatch):
-
     def limited(grammars: Grammars, schema: Any) -> LLMatcher:
         grammar = LLMatcher.grammar_from_json_schema(schema)
         return LLMatcher(grammars._tokens, grammar, limits=LLParserLimits(max_lexer_states=20))
 
     monkeypatch.setattr(Grammars, "matcher", limited)
-    with pytest.raises(openai.BadRequestError) as caught:
-        ask(served, response_format=FORMAT)
-    assert caught.value.param == "response_format" and "too many states" in caught.value.message
+    error = refusal(served.chat, response_format=FORMAT)
+    assert error["param"] == "response_format" and "too many states" in error["message"]
     served.wait(lambda: not served.metric("infinigen_running_answers"))
 
 
@@ -144,7 +136,6 @@ WRONG_FORMATS: list[dict[str, Any]] = [
     {"type": "json_schema"},
     *({"type": "json_schema", "json_schema": {"name": "x", "schema": s}} for s in WRONG_SCHEMAS),
 ]
-USER = {"role": "user", "content": "x"}
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     *(("response_format", {"response_format": wrong}) for wrong in WRONG_FORMATS),
@@ -153,31 +144,17 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("tool_choice", {"tools": TOOLS, "tool_choice": "required"}),
     ("functions", {"functions": [{"name": "f"}]}),
     ("messages", {"messages": [called("[" * 100_000)]}),
-    (
-        "messages.0.tool_calls.0.function.arguments: not the text",
-        {"messages": [called("{")]},
-    ),
-    (
-        "messages.0.content.0.type: Input should be 'text'",
-        {"messages": [{"role": "user", "content": [IMAGE]}]},
-    ),
-    (
-        "messages.0.content: Input should be a valid string",
-        {"messages": [{"role": "user", "content": 1}]},
-    ),
-    (
-        "messages: 5000000 characters exceed the context",
-        {"messages": [{"role": "user", "content": "x" * 5_000_000}]},
-    ),
+    ("messages.0.tool_calls.0.function.arguments: not the text", {"messages": [called("{")]}),
+    ("messages.0.content.0.type: Input should be 'text'", {"text": [IMAGE]}),
+    ("messages.0.content: Input should be a valid string", {"text": 1}),
+    ("messages: 5000000 characters exceed the context", {"text": "x" * 5_000_000}),
     ("stop: List should have at most 16 items", {"stop": ["x"] * 17}),
 ]
 
 
 @pytest.mark.parametrize(("start", "settings"), REFUSED)
 def test_refused_parameters_of_chats_are_named(served: Served, start, settings):
-    with pytest.raises(openai.BadRequestError) as caught:
-        ask(served, **settings)
-    error: Any = caught.value.body
+    error = refusal(served.chat, **settings)
     assert error["param"] == re.split("[.:]", start)[0]
     assert error["message"].startswith(start) if ":" in start else start in error["message"]
 
@@ -192,7 +169,7 @@ def test_tools_go_to_the_template(served: Served):
     text = "<user> Hello\n<assistant> [weather Rome]\n<tool> warm\n<assistant>"
 
     def length(**settings: Any) -> int:
-        return ask(served, messages=messages, max_tokens=1, **settings).usage.prompt_tokens
+        return served.chat(messages=messages, max_tokens=1, **settings).usage.prompt_tokens
 
     def expected(prompt: str) -> int:
         return len(served.engine.model.tokenizer.encode(prompt, add_special_tokens=False))
@@ -213,12 +190,10 @@ def test_an_empty_list_of_calls_is_none():
 def test_templates_get_parameters_of_every_tool(served: Served, monkeypatch):
     template = "{{ tools[0].function.parameters.properties | tojson }}" + TEMPLATE
     monkeypatch.setattr(served.engine.model.tokenizer, "chat_template", template)
-    assert ask(served, tools=[{"type": "function", "function": {"name": "f"}}], max_tokens=1)
+    assert served.chat(tools=[{"type": "function", "function": {"name": "f"}}], max_tokens=1)
 
 
 def test_tools_need_a_template_with_tools(served: Served, monkeypatch):
     template = TEMPLATE.replace("tools", "others")
     monkeypatch.setattr(served.engine.model.tokenizer, "chat_template", template)
-    with pytest.raises(openai.BadRequestError) as caught:
-        ask(served, tools=TOOLS)
-    assert caught.value.param == "tools"
+    assert refusal(served.chat, tools=TOOLS)["param"] == "tools"

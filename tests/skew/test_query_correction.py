@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 from tiny import make_tiny, refuses
 
+from infinigen_jax import Engine, InfiniGen, InfiniGenPaper
 from infinigen_jax.convert.pipeline import convert
-from infinigen_jax.engine.engine import Engine
 from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.models import blueprint
 from infinigen_jax.models.linear import project
 from infinigen_jax.ops.span import Span
-from infinigen_jax.policies import InfiniGen, InfiniGenPaper
-from infinigen_jax.prefill.layer import chunk_layer
-from infinigen_jax.skew.query_correction import RIDGES, corrected_projection
+from infinigen_jax.prefill.compiled import chunk_layer
+from infinigen_jax.skew.query_correction import corrected_projection
 from infinigen_jax.speculation.query import speculate_query, speculation_weights
 
 IDS = [int(i) for i in np.random.default_rng(1).integers(3, 96, 400)]
@@ -35,13 +34,6 @@ def related(n: int, e: int, noise: float, seed: int = 0):
 
 def error(x, y, kernel, bias, projection) -> float:
     return float(np.square(y @ kernel + bias - x @ projection[0] - projection[1]).mean())
-
-
-def test_an_affine_relation_is_recovered():
-    x, y, kernel, bias = related(400, 8, 0.0)
-    found = corrected_projection(x, y, kernel, bias)
-    assert found.ridge == RIDGES[0]
-    assert error(x, y, kernel, bias, found) < 1e-4 * error(x, y, kernel, bias, (kernel, bias))
 
 
 @pytest.mark.parametrize(("n", "e"), [(400, 8), (40, 64)])  # fewer tokens than dimensions
@@ -104,9 +96,8 @@ def attention_inputs(model) -> list[jax.Array]:
 
 @pytest.mark.parametrize("family", ["llama", "opt", QWEN3])
 def test_the_corrected_query_is_nearer_to_the_true_one(conversions, family):
-    model = checkpoint.load(conversions(family))
+    model: Any = checkpoint.load(conversions(family))
     config, inputs = model.config, attention_inputs(model)
-    assert model.ahead is not None
     positions = jnp.broadcast_to(jnp.arange(56), (7, 56))
     for number, ahead in enumerate(model.ahead):
         layer = blueprint(config, model.dtype).layer(model.params["layers"][number])

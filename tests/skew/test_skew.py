@@ -1,13 +1,21 @@
-"""Skewing: invariants of a basis, and optimality of the balanced one.
+"""Skewing: invariants of a basis, optimality of the balanced one, and moments at other positions.
 
 Entries of a basis are never compared (signs and degenerate subspaces are free), invariants are.
 """
 
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from runtime import random_model
 
+from infinigen_jax.convert.calibrate import Calibrator, windows
+from infinigen_jax.models.rope import Rope, rotate
 from infinigen_jax.skew.basis import (
     absorb,
     balanced_basis,
@@ -16,6 +24,8 @@ from infinigen_jax.skew.basis import (
     reduced_rank_basis,
     svd_basis,
 )
+from infinigen_jax.skew.positions import mean_over_positions, offsets
+from infinigen_jax.skew.tail_moments import BlockMoments
 
 
 def decaying(rng: np.random.Generator, tokens: int, heads: int, size: int) -> np.ndarray:
@@ -61,14 +71,6 @@ def test_skewed_queries_are_uncorrelated_with_descending_energy(shape):
         np.testing.assert_allclose(energies[head], singular**2, atol=bound)
 
 
-def test_covariance_of_keys():
-    rng = np.random.default_rng(0)
-    q, k = decaying(rng, 30, 4, 6), decaying(rng, 30, 2, 6)
-    centred = k - k.mean(axis=0)
-    covariance = np.einsum("tkd,tke->kde", centred, centred) / 30
-    np.testing.assert_allclose(moments(q, k).key_covariance, covariance, atol=1e-12)
-
-
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_rank_deficient_queries_still_give_a_complete_basis(rank):
     rng = np.random.default_rng(0)
@@ -79,9 +81,6 @@ def test_rank_deficient_queries_still_give_a_complete_basis(rank):
     assert np.all(energies[0, rank:] <= 1e-10 * max(energies[0, 0], 1.0))
     query, key, _ = balanced_basis(moments(q, k))
     np.testing.assert_allclose(query[0] @ key[0].T, np.eye(8), atol=1e-8)
-
-
-# The balanced basis.
 
 
 @given(shapes)
@@ -98,24 +97,8 @@ def test_balanced_factors_are_inverse_and_equally_spread(shape):
     queries = query.swapaxes(1, 2) @ seen.query_gram @ query / (seen.tokens * group)
     keys = key.swapaxes(1, 2) @ seen.key_covariance @ key
     bound = 0.02 * spread[:, :1]
-    assert np.all(np.abs(np.einsum("kcc->kc", queries) - spread) <= bound)
-    assert np.all(np.abs(np.einsum("kcc->kc", keys) - spread) <= bound)
-
-
-def test_balanced_residual_is_the_dropped_spectrum():
-    rng = np.random.default_rng(5)
-    q, k = decaying(rng, 200, 2, 6), decaying(rng, 200, 1, 6)
-    seen = moments(q, k)
-    query, key, spread = balanced_basis(seen)
-    s, sigma = seen.query_gram[0] / 400, seen.key_covariance[0]
-    for r in range(7):
-        left = np.eye(6) - query[0, :, :r] @ key[0, :, :r].T
-        residual = np.trace(left.T @ s @ left @ sigma)
-        expected = np.trace(s @ sigma) - np.square(spread[0, :r]).sum()
-        np.testing.assert_allclose(residual, expected, atol=2e-3 * np.trace(s @ sigma))
-
-
-# The balanced basis for a guessed query.
+    assert np.all(np.abs(queries - spread[:, None] * np.eye(d)) <= bound[..., None])
+    assert np.all(np.abs(keys - spread[:, None] * np.eye(d)) <= bound[..., None])
 
 
 def guessing(seed: int, tokens: int = 200, noise: float = 0.7):
@@ -149,9 +132,8 @@ def test_reduced_rank_factors_are_best_for_the_guess(seed):
         error = expected_error(q, h, k, (b[:, :r], c[:, :r]))
         # The ridges move the optimum by about their own size.
         assert error <= before + 1e-3 * total
-        np.testing.assert_allclose(
-            error, total - np.square(spread[:r]).sum(), atol=2e-3 * total + 1e-3 * error
-        )
+        left = total - np.square(spread[:r]).sum()
+        np.testing.assert_allclose(error, left, atol=2e-3 * total + 1e-3 * error)
         for other in ((plain[0], plain[1]), (orthogonal, orthogonal)):
             turned = (other[0][:, :r], other[1][:, :r])
             assert error <= expected_error(q, h, k, turned) + 1e-3 * total
@@ -167,3 +149,84 @@ def test_reduced_rank_factors_at_full_rank_are_the_regression_of_the_query():
     # The true query's scores from the index, for any guess.
     true = np.linalg.solve(c[0], q.reshape(-1, 6).T).T @ (k[:, 0] @ c[0]).T
     np.testing.assert_allclose(true, q.reshape(-1, 6) @ k[:, 0].T, atol=1e-6)
+
+
+ROPE = Rope(theta=100.0)
+turn = jax.jit(rotate, static_argnums=2)
+
+
+def standing_at(place: int, rope: Rope, *vectors: np.ndarray) -> list[np.ndarray]:
+    """Return vectors [t, heads, d] of a text whose first token is at this position."""
+    return [
+        np.asarray(turn(jnp.asarray(x), jnp.arange(len(x), dtype=jnp.int32) + place, rope))
+        for x in vectors
+    ]
+
+
+@given(
+    st.sampled_from([1, 2, 7, 40]),
+    st.sampled_from([(2, 1.0), (6, 1.0), (6, 0.75), (8, 0.75)]),
+    st.integers(0, 2**32 - 1),
+    st.booleans(),
+)
+def test_the_closed_form_is_the_mean_over_all_places(number, size, seed, scaled):
+    """Queries and keys may be multiplied by factors after the rotation."""
+    d, share = size
+    rope = dataclasses.replace(ROPE, share=share)
+    rng = np.random.default_rng(seed)
+    q, guess, k, values = (
+        rng.normal(1.0, 1.0, size=(9, heads, d)).astype(np.float32) for heads in (4, 4, 2, 2)
+    )
+    factors = rng.uniform(0.5, 2.0, size=(2, d)) if scaled else np.ones((2, d))
+    of_query, of_key = factors
+    places = [
+        (turned[0] * of_query, turned[1] * of_query, turned[2] * of_key)
+        for turned in (standing_at(place, rope, q, guess, k) for place in range(number))
+    ]
+    sums = [moments(q, k) for q, _, k in places]
+    guesses = [guess_moments(guess, q, 2) for q, guess, _ in places]
+    blocks = [
+        BlockMoments(*(np.einsum("tkd,tke->kde", k, x) for x in (k, values))) for *_, k in places
+    ]
+    kinds: list[tuple[list[Any], tuple[str, ...]]] = [
+        (sums, ("query_gram", "key_gram", "key_sum")),
+        (guesses, ("gram", "cross")),
+        (blocks, BlockMoments._fields),
+    ]
+    for of_places, names in kinds:
+        found = mean_over_positions(of_places[0], rope, number, *factors)
+        for name in names:
+            mean = np.mean([getattr(each, name) for each in of_places], axis=0)
+            np.testing.assert_allclose(getattr(found, name), mean, rtol=1e-4, atol=1e-4)
+
+
+def test_places():
+    assert offsets(None, 1000, 10) == 1  # learned positions
+    assert offsets(ROPE, 1000, 1000) == offsets(ROPE, 1000, 1001) == 1
+    assert offsets(ROPE, 1000, 600) == 401
+    dynamic = dataclasses.replace(ROPE, kind="dynamic", factor=4.0, original_positions=250)
+    assert offsets(dynamic, 1000, 100) == 151
+
+
+def calibrated(ids: np.ndarray, config, model):
+    """Return moments of layer 1 and of its guessed query, over one window."""
+    cut = dataclasses.replace(config, max_positions=len(ids))
+    text = windows(ids, cut, 1000, "text", b"")
+    calibrator = Calibrator(config, text, model.params["embedding"], speculate_from="input")
+    for params in model.params["layers"][:2]:
+        found = calibrator.layer(params)
+    return found, calibrator.ahead(model.params["layers"][1])[1]
+
+
+@pytest.mark.parametrize("name", ["gqa", "qwen3"])
+def test_calibration_is_as_if_the_text_stood_everywhere(name):
+    model = random_model(name)
+    ids = np.random.default_rng(3).integers(3, 96, 20).astype(np.int32)
+    config: Any = dataclasses.replace(model.config, max_positions=20)
+    near = calibrated(ids, config, model)
+    far = calibrated(ids, dataclasses.replace(config, max_positions=25), model)
+    means = [mean_over_positions(x, config.rope, 6) for x in near]
+    for found, wanted in zip(far, means, strict=True):
+        for value, expected in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(value, expected, rtol=1e-12)
+    assert np.abs(far[0].key_sum - near[0].key_sum).max() > 0.1

@@ -9,8 +9,6 @@ import pytest
 from runtime import random_model
 from tiny import normal
 
-from infinigen_jax.ops.span import Span
-from infinigen_jax.policies import InfiniGen
 from infinigen_jax.settings.policy import INDEX_DTYPES
 from infinigen_jax.speculation.index import BITS, IndexFormat
 from infinigen_jax.speculation.query import partial_keys, speculation_weights
@@ -55,9 +53,6 @@ def test_a_share_of_the_columns_fills_its_words():
     assert columns("float32", 0.01) == [1] * 4 and columns("int4", 0.01) == [8] * 4
     assert columns("int4", 1.0, (12,)) == [12]
     assert [IndexFormat("int4", r).entries for r in (1, 16, 38, 128)] == [2, 3, 6, 17]
-    for d, ratio in ((32, 0.3), (80, 0.75)):
-        asked = IndexFormat("int4", int(d * ratio))
-        assert asked.entries == IndexFormat.of_share("int4", d, ratio).entries
 
 
 def test_both_ways_of_scoring_agree():
@@ -86,25 +81,6 @@ def test_other_slots_have_no_score(name, r):
     masked = jax.jit(form.scores)(query, entries, jnp.broadcast_to(eligible, (2, 1, len(eligible))))
     scores = jax.jit(form.scores)(query, entries)
     np.testing.assert_allclose(masked, np.where(eligible, scores, -np.inf), rtol=1e-5, atol=1e-5)
-
-
-def test_appending_writes_the_entries_that_a_prompt_would():
-    """In place, at each sequence's own position."""
-    model = random_model("gqa")
-    policy = InfiniGen(index_dtype="int4", partial_ratio=1.0)
-    weights = policy.prepare(model, 1)
-    keys = jnp.asarray(normal(2, 2, 24, 8, seed=2))
-    read = jax.jit(
-        lambda keys: policy.append(
-            weights, policy.init(model.config, 2, 40), keys, Span.whole(2, keys.shape[2])
-        )
-    )
-    whole, starts = read(keys), jnp.asarray([10, 6], jnp.int32)
-    new = jnp.stack([keys[0, :, 10:20], keys[1, :, 6:16]])
-    span = Span(starts, jnp.full(2, 10, jnp.int32))
-    state = jax.jit(policy.append)(weights, read(keys[:, :, :10]), new, span)
-    for sequence, stop in ((0, 20), (1, 16)):
-        np.testing.assert_array_equal(state[sequence, ..., :stop], whole[sequence, ..., :stop])
 
 
 def test_a_mean_key_is_left_out_of_an_integer_index():

@@ -68,11 +68,7 @@ def test_layers_that_lose_the_same_get_the_same():
 
 
 def model_with(errors: list[float]):
-    """Return random weights; each layer's error falls from this to a tenth of it along SHARES.
-
-    These errors are for queries from the layer before; those for own queries have the reverse
-    order.
-    """
+    """Return random weights; each layer's error falls from this to a tenth of it along SHARES."""
     model = random_model({1: "one", 2: "gqa", 3: "three"}[len(errors)])
     falling = np.linspace(1, 0.1, len(SHARES))
     both = np.stack([errors[::-1], errors], axis=1)

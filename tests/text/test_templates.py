@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from tiny import refuses
 
-from infinigen_jax.text.templates import render_chat
+from infinigen_jax.text.tokenizer import render_chat
 
 MESSAGES = [
     {"role": "system", "content": " Be brief."},

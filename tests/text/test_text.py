@@ -1,4 +1,4 @@
-"""Streaming text against decoding all tokens together, for both kinds of tokenizer."""
+"""Streaming text against decoding all tokens together, and stop strings across its pieces."""
 
 import functools
 import itertools
@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinigen_jax.loading.load import embedded
-from infinigen_jax.text.detokenize import REPLACEMENT, TextStream
-from infinigen_jax.text.texts import Texts
+from infinigen_jax.text.detokenize import REPLACEMENT, StopFilter, Texts, TextStream
 
 BYTES = ["<0xE2>", "<0x82>", "<0xAC>", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "<0x41>"]
 
@@ -48,7 +47,7 @@ def byte_fallback():
 
 def stream(tokenizer, pieces):
     text = TextStream(tokenizer)
-    return [text.push(piece) for piece in pieces], text.finish()
+    return [text.push(piece) for piece in pieces], text.rest()
 
 
 UNITS = ["▁", "▁the", "cat", "▁▁", ".", "é", "日", "</s>", BYTES[:3], BYTES[3:7], BYTES[7:]]
@@ -113,10 +112,10 @@ def test_what_is_shown_at_once_and_what_at_the_end():
     text = TextStream(tokenizer)
     word = tokenizer.encode(" word", add_special_tokens=False)
     end, *_ = tokenizer.encode("</s>", add_special_tokens=False)
-    for _ in range(2):  # `finish` starts anew; special tokens are silent
+    for _ in range(2):  # special tokens are silent
         assert text.push([end, *word, end]) == " word"
         assert text.push([end]) == ""
-        assert text.finish() == ""
+        assert text.rest() == ""
 
 
 class Counting:
@@ -180,3 +179,29 @@ def test_a_sequence_without_a_token_in_a_step_has_not_ended():
     texts = Texts(model, 1)
     assert texts.push(euro[:1], lambda i: False) == [""]
     assert texts.push([None], lambda i: True) == [REPLACEMENT]
+
+
+SHORT = st.text("ab<|", max_size=3)
+
+
+def filtered(pieces, stops):
+    stop_filter, shown = StopFilter(stops), ""
+    for piece in pieces:
+        shown += stop_filter.push(piece)
+        assert not any(stop in shown for stop in stops)
+    return shown + stop_filter.finish(), stop_filter.stopped
+
+
+@given(st.lists(SHORT, max_size=12), st.lists(SHORT.filter(bool), min_size=1, max_size=3))
+def test_text_ends_before_the_stop_string_that_is_complete_first(pieces, stops):
+    text = "".join(pieces)
+    ends = [(text.find(s) + len(s), text.find(s)) for s in stops if s in text]
+    expected = text[: min(ends)[1]] if ends else text
+    assert filtered(pieces, stops) == (expected, bool(ends))
+
+
+def test_only_what_may_begin_a_stop_string_is_held_back():
+    stop_filter = StopFilter(["<|end|>"])
+    assert [stop_filter.push(p) for p in ("a <", "b", "<|en", "x")] == ["a ", "<b", "", "<|enx"]
+    assert [stop_filter.push(p) for p in ("y<|", "end|> later", "z")] == ["y", "", ""]
+    assert stop_filter.stopped and stop_filter.finish() == ""

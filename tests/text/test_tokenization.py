@@ -1,26 +1,32 @@
-"""Tokenizers of model folders: transformers' tokens and texts, no code of the folder, one error."""
+"""Tokenizers of folders and GGUF files: the tokens of transformers, no code, and one error."""
 
+import functools
 import json
 import os
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGUFWriter
+from gguf_files import add_setting, byte_level, sentencepiece, written
 from tiny import add_tokenizer, python, refuses
 
-from infinigen_jax.errors import InputError
-from infinigen_jax.loading.load import EMBEDDED_FOLDER, embedded
-from infinigen_jax.text.tokenizer import SETTINGS_FILE, load_tokenizer
+from infinigen_jax import InputError, embedded
+from infinigen_jax.checkpoint.gguf_file import GgufFile
+from infinigen_jax.loading.load import EMBEDDED_FOLDER
+from infinigen_jax.text.gguf_tokenizer import gguf_tokenizer
+from infinigen_jax.text.tokenizer import SETTINGS_FILE, encode_further, load_tokenizer
 
 FOLDERS = [path for path in EMBEDDED_FOLDER.iterdir() if path.is_dir()]
 TEXTS = ["", "a", "The king said", "  two\n\n x ", "é中😀 <s>inside</s> <pad>x <unk>", "<s>front"]
 
 
-def transformers_tokenizer(folder: Path) -> Any:
+def transformers_tokenizer(folder: Path, **options: Any) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, **options)
 
 
 def check_like_transformers(folder: Path) -> None:
@@ -179,9 +185,7 @@ WRONG = [
     {"extra_special_tokens": "<x>"},
     {"additional_special_tokens": [{}]},
     {"added_tokens_decoder": [1]},
-    {"added_tokens_decoder": {"x": {}}},
     {"chat_template": {"default": "x"}},
-    {"chat_template": [{"name": "default"}]},
 ]
 
 
@@ -210,3 +214,91 @@ def test_transformers_is_not_imported_for_a_tokenizer():
         "Path; load_tokenizer(Path(sys.argv[1])); sys.exit('transformers' in sys.modules)"
     )
     assert python("-c", program, embedded()).returncode == 0
+
+
+SPACED = ("The quick brown fox", "  two  spaces\n\nand 12345 digits, don't", "é😀 the", "")
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "tekken"])
+def test_byte_level_tokenizers(pre, tmp_path):
+    """Words are split as transformers does; of "smollm", which it ignores, digits as well."""
+    tokenizer = tokenizer_of(tmp_path, byte_level(pre) | {"tokenizer.ggml.add_bos_token": True})
+    of_file = functools.partial(transformers_tokenizer, tmp_path, gguf_file="a.gguf")
+    reference = load_tokenizer(embedded()) if pre == "smollm" else of_file()
+    for text in SPACED:
+        expected = reference.encode(text, add_special_tokens=False)
+        if pre == "smollm":
+            expected = [
+                i for part in re.split(r"(\d)", text) for i in reference.encode(part, False)
+            ]
+        assert tokenizer.encode(text) == [0, *expected]
+        assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
+    assert tokenizer.encode("a</s>b", False)[1] == 2 == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("default", ["ab", "123", "45", " c", "!!", "\n\n", " x"]),
+        ("command-r", ["ab", *"12345", " c", "!!", "\n\n", " x"]),
+        ("seed-coder", ["ab", *"12345", " c", "!!", "\n\n", " x"]),
+        ("hunyuan-dense", ["ab", "123", "45", " c", "!!\n\n", " x"]),
+    ],
+)
+def test_words_of_byte_level_tokenizers(pre, words, tmp_path):
+    """llama.cpp splits them likewise, see `test_gguf_by_llama_cpp`."""
+    splitter = tokenizer_of(tmp_path, byte_level(pre)).backend.pre_tokenizer
+    found = [word for word, _ in splitter.pre_tokenize_str("ab12345 c!!\n\n x")]
+    assert [word.replace("Ġ", " ").replace("Ċ", "\n") for word in found] == words
+
+
+def test_text_that_goes_on_begins_without_the_space_of_a_text(tmp_path):
+    tokenizer = tokenizer_of(tmp_path, sentencepiece())
+    for text in ("the fox", " the fox", "\n the", "\n\n\u00e9", "</s>the", "  the"):
+        whole = tokenizer.encode(f"quick{text}", False)
+        assert tokenizer.encode("quick", False) + encode_further(tokenizer, text) == whole
+    assert tokenizer.encode("\nthe", False) != encode_further(tokenizer, "\nthe")
+    byte_level_one = load_tokenizer(embedded())
+    for text in (*SPACED, "\nthe", "the", "</s>\nthe"):
+        assert encode_further(byte_level_one, text) == byte_level_one.encode(text, False)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_sentencepiece_tokenizers(architecture, tmp_path):
+    tokenizer = tokenizer_of(tmp_path, sentencepiece(), architecture)
+    reference = transformers_tokenizer(tmp_path, gguf_file="a.gguf")
+    for text in (text.strip() for text in SPACED if text):
+        assert tokenizer.encode(text, False) == reference.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
+    assert tokenizer.encode("the")[0] == 1 == tokenizer.bos_token_id
+
+
+def test_runs_of_spaces_of_gemma_are_taken_from_the_left(tmp_path):
+    """SentencePiece takes the longest first; merges would give two spaces, then three."""
+    tokenizer = tokenizer_of(tmp_path, with_tokens(sentencepiece(), 4, "  ", "   "), "gemma3")
+    text = "the     fox"
+    tokens = [tokenizer.decode([token]) for token in tokenizer.encode(text, False)]
+    assert "".join(tokens) == text == tokenizer.decode(tokenizer.encode(text, False))
+    assert [token for token in tokens if not token.strip()] == ["   ", "  "]
+
+
+def test_special_tokens_of_phi_3_take_the_space_after_them(tmp_path):
+    settings = with_tokens(sentencepiece(), 3, "<|user|>")
+    plain, phi = (tokenizer_of(tmp_path, settings, name) for name in ("llama", "phi3"))
+    assert phi.encode("<|user|>\nthe", False) == plain.encode("<|user|>the", False)
+    assert phi.encode("<s>\nthe", False) == plain.encode("<s>\nthe", False)
+
+
+def with_tokens(settings: dict, kind: int, *texts: str) -> dict:
+    """Return a vocabulary with further tokens of a kind."""
+    added = {"tokens": texts, "token_type": [kind] * len(texts), "scores": [0.0] * len(texts)}
+    names = {f"tokenizer.ggml.{name}": values for name, values in added.items()}
+    return settings | {name: [*settings[name], *values] for name, values in names.items()}
+
+
+def tokenizer_of(folder: Path, settings: dict, architecture: str = "llama"):
+    writer = GGUFWriter(folder / "a.gguf", architecture)
+    for key, value in settings.items():
+        add_setting(writer, key, value)
+    written(writer)
+    return gguf_tokenizer(GgufFile(folder / "a.gguf"))

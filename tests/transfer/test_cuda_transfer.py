@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from emulated_gpu import launched
 from runtime import ALL, engine, random_model, scores_of, tokens_of
+from tiny import refuses
 
 from infinigen_jax import cuda
 from infinigen_jax.cache.host_array import default_mesh
 from infinigen_jax.check_kernels import CAPACITY, LAYERS, random_host, random_request
 from infinigen_jax.engine import runtime
-from infinigen_jax.errors import InputError
 from infinigen_jax.selection.select import Request
 from infinigen_jax.transfer import CudaTransfer, XlaTransfer, make_transfer
 
@@ -55,8 +55,8 @@ def test_slots_that_sequences_share():
 
 def test_rows_that_are_not_whole_vectors_are_refused():
     _, host = random_host(1, 1, 6, jnp.float32)
-    with pytest.raises(InputError, match="rows of 24 bytes"):
-        compiled_fetch(CudaTransfer(), host, jnp.int32(0), random_request(1, 1, 4, 8, 0))
+    given = CudaTransfer(), host, jnp.int32(0), random_request(1, 1, 4, 8, 0)
+    refuses("rows of 24 bytes", compiled_fetch, *given)
 
 
 @pytest.fixture
