@@ -1,7 +1,8 @@
 """Number of tokens to draft before a verification, from measured acceptance and times.
 
-For the formula see docs/lossless.md: the chosen number maximises the expected tokens per second. 0
-drafts nothing, which is decoding with the full cache.
+With acceptance rate p, a round of k drafted tokens gives on average e(k) = 1 + p + ... + p^k tokens
+and takes k steps of s seconds and a verification of v(k + 1). k maximises e(k) / (k s + v(k + 1)),
+see docs/lossless.md; 0 drafts nothing, which is decoding with the full cache.
 """
 
 import dataclasses
