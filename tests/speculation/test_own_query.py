@@ -1,4 +1,4 @@
-"""What a layer's rows are requested by: its own query, an input, or what is resident."""
+"""Sources of a layer's request: its own query, an input, or what is resident."""
 
 import dataclasses
 import json
