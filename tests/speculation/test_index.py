@@ -9,6 +9,10 @@ import pytest
 from runtime import random_model
 from tiny import normal
 
+from infinigen_jax.models import blueprint
+from infinigen_jax.ops.span import Span
+from infinigen_jax.policies import InfiniGen
+from infinigen_jax.policies.base import Lookup
 from infinigen_jax.settings.policy import INDEX_DTYPES
 from infinigen_jax.speculation.index import BITS, IndexFormat
 from infinigen_jax.speculation.query import partial_keys, speculation_weights
@@ -83,6 +87,25 @@ def test_other_slots_have_no_score(name, r):
     np.testing.assert_allclose(masked, np.where(eligible, scores, -np.inf), rtol=1e-5, atol=1e-5)
 
 
+def test_appending_writes_the_entries_that_a_prompt_would():
+    """In place, at each sequence's own position."""
+    model = random_model("gqa")
+    policy = InfiniGen(index_dtype="int4", partial_ratio=1.0)
+    weights = policy.prepare(model, 1)
+    keys = jnp.asarray(normal(2, 2, 24, 8, seed=2))
+    read = jax.jit(
+        lambda keys: policy.append(
+            weights, policy.init(model.config, 2, 40), keys, Span.whole(2, keys.shape[2])
+        )
+    )
+    whole, starts = read(keys), jnp.asarray([10, 6], jnp.int32)
+    new = jnp.stack([keys[0, :, 10:20], keys[1, :, 6:16]])
+    span = Span(starts, jnp.full(2, 10, jnp.int32))
+    state = jax.jit(policy.append)(weights, read(keys[:, :, :10]), new, span)
+    for sequence, stop in ((0, 20), (1, 16)):
+        np.testing.assert_array_equal(state[sequence, ..., :stop], whole[sequence, ..., :stop])
+
+
 def test_a_mean_key_is_left_out_of_an_integer_index():
     """It adds the same to all scores of a query, and would take the range that keys differ in."""
     model = random_model("gqa")
@@ -99,3 +122,39 @@ def test_a_mean_key_is_left_out_of_an_integer_index():
         errors[name] = scores - scores.mean(axis=-1, keepdims=True)
     assert np.abs(errors["int4"] - errors["float32"]).max() < 3
     assert np.abs(errors["float32"]).max() > 5
+
+
+@pytest.mark.slow
+def test_an_index_of_128k_tokens_chooses_what_numpy_does():
+    """By the true query of the last token, with its rotary position; all that alpha lets pass."""
+    tokens, alpha = 131072, 2.0
+    model = random_model("gqa")
+    config, at = model.config, jnp.array([tokens - 1], jnp.int32)
+    exact = {"index_dtype": "float32", "partial_ratio": 1.0}
+    asked = InfiniGen(**exact, query="own", tail=False, alpha=alpha, budget=0.1)
+    policy = asked.fitted(model, True, False)
+    weights = policy.prepare(model, 0)
+    k, d = config.num_kv_heads, config.head_dim
+    keys = normal(1, k, tokens, d)
+    state, append = policy.init(config, 1, tokens), jax.jit(policy.append)
+    for start in range(0, tokens, 1 << 15):
+        span = Span(jnp.array([start], jnp.int32), jnp.array([1 << 15], jnp.int32))
+        state = append(weights, state, jnp.asarray(keys[:, :, start : start + (1 << 15)]), span)
+    layer = blueprint(config, model.dtype).layer(model.params["layers"][0])
+    a = jnp.asarray(normal(1, config.hidden_size, seed=1))
+    size = policy.request_size(tokens)
+    select = jax.jit(
+        lambda a, state: policy.select(Lookup(config, layer, weights, state, a, at, size, tokens))
+    )
+    request = select(a, state)
+    query = np.asarray(config.grouped(layer.query(a, at)))[0]
+    for head in range(k):
+        scores = query[head] @ keys[0, head].T
+        scores[:, : policy.sinks] = scores[:, tokens - policy.window :] = -np.inf
+        distance = scores - scores.max(axis=-1, keepdims=True) + alpha
+        assert np.abs(distance).min() > 1e-5  # float32 decides as NumPy does
+        expected = np.flatnonzero((distance > 0).any(axis=0))
+        count = int(request.count[0, head])
+        assert 3 < len(expected) == count < tokens // 10
+        assert sorted(np.asarray(request.slots)[0, head, :count].tolist()) == expected.tolist()
+        assert expected.max() > 100_000

@@ -66,7 +66,7 @@ def test_the_engine_chooses_it_where_nothing_has_to_be_moved(monkeypatch):
 
 
 def test_a_narrow_index_tells_of_a_true_query_what_it_can():
-    """Scores have the least error of rank r, as of `skew.balanced_basis`."""
+    """Scores have the least error of rank r, as of `skew.basis.balanced_basis`."""
     model = random_model("gqa")
     config, rng = model.config, np.random.default_rng(3)
     k, d = config.num_kv_heads, config.head_dim
