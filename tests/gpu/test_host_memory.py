@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from compile_for_gpu import compile_for_gpu, on_device, on_host
+from jax import lax
 from reading import assert_no_copy_larger_than, assert_updated_in_place, copies, large_results
 from runtime import engine
 
-from infinigen_jax.cache.host_array import Placement, _allocation, default_mesh
+from infinigen_jax.cache.host_array import Placement, _allocation, default_mesh, to_host
 from infinigen_jax.decode.layer_rows import STREAM_BLOCK
 from infinigen_jax.engine.batch import copy_sequence
 from infinigen_jax.models.small_weights import AT_ONCE, FEW_ROWS, decoded_size, product, shrink_part
@@ -40,6 +41,18 @@ def test_a_sequence_is_copied_into_a_batch_block_by_block(layers):
     program = compile_for_gpu(jitted, *arrays, *numbers)
     assert_updated_in_place(program, layers * LAYER_BYTES)
     assert_no_copy_larger_than(program, block)
+
+
+def test_appending_without_donation_is_found_out():
+    def append(cache, row):
+        return lax.dynamic_update_slice(cache, to_host(row), (0, 0, 0, 7, 0))
+
+    rows = on_device((LAYERS, BATCH, HEADS, 1, ROW))
+    program = compile_for_gpu(append, on_host(SHAPE), rows)
+    with pytest.raises(AssertionError, match="aliased"):
+        assert_updated_in_place(program, CACHE_BYTES)
+    with pytest.raises(AssertionError, match="copies of more than"):
+        assert_no_copy_larger_than(program, LAYER_BYTES)
 
 
 def test_gathering_on_the_device_copies_the_cache():
