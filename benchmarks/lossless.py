@@ -166,7 +166,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = build_parser().parse_args(argv)
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    if (options.model is None) != (options.text is None):
+        parser.error("--model, --text: give both, or neither")
     claim_memory()
 
     def run() -> None:
