@@ -174,9 +174,11 @@ def step_bytes(
     step = moved + scores + ends + _converted_bytes(decoder, batch, longest)
     if not drafted:
         return step
-    resident = plan_cache(decoder, batch, capacity, slots).resident  # copied for the undo
-    rows = config.num_layers * config.num_kv_heads * 2 * config.head_dim * decoder.dtype.itemsize
-    return step + resident + batch * drafted * (rows + 2 * FLOAT32 * config.vocab_size)
+    cache = plan_cache(decoder, batch, capacity, slots)
+    copied = cache.resident + row * sum(decoder.ring_size(x, capacity) or 0 for x in on_device)
+    copied += cache.index if decoder.policy.observes else 0  # by `rounds.save`
+    logits = 2 * FLOAT32 * batch * config.vocab_size
+    return step + copied + drafted * (config.num_layers * row + logits)
 
 
 def _arriving_bytes(decoder: Decoder, params: Params) -> int:

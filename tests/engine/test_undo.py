@@ -15,7 +15,9 @@ from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.cache.hot_set import HotSet
 from infinigen_jax.engine.batch import Dispatcher
 from infinigen_jax.engine.engine import Engine
+from infinigen_jax.engine.memory_plan import step_bytes
 from infinigen_jax.engine.rounds import restore, save
+from infinigen_jax.machine.memory_limits import tree_bytes
 from infinigen_jax.policies import H2O, PreviousQuery, Quest
 from infinigen_jax.prefill.prefill import prefill
 from infinigen_jax.prefill.verification import commit, verify
@@ -103,6 +105,15 @@ def test_rejected_drafts_leave_no_trace(name):
             np.testing.assert_array_equal(one, other)
 
     check()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_copies_for_an_undo_are_planned(name):
+    decoder, params, batch = made(name).decoder, made(name).runtime.weights.params, len(RAGGED)
+    sizes, config = (decoder, params, batch, CAPACITY), decoder.config
+    copied = tree_bytes(save(decoder, read(name))._replace(lengths=()))
+    token = 2 * config.num_layers * config.num_kv_heads * config.head_dim + 2 * config.vocab_size
+    assert step_bytes(*sizes, 1) - step_bytes(*sizes) == copied + 4 * batch * token
 
 
 @pytest.mark.parametrize("name", MARKED)
