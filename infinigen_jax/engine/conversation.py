@@ -123,6 +123,7 @@ class Conversation:
             )
         begun, self._begun = self._begun, None  # its arrays are donated
         self._turns, self._drawn = self._turns + 1, begun.drawn
+        before, self.run = self.run, None
         turn = self._turns
         room = min(room, max_new_tokens)
         settings = (self.runtime, [self.tokens + new], room, [self.sampling])
@@ -133,25 +134,24 @@ class Conversation:
             run.start()
         except InputError:
             if begun.cache is None:  # refused before a donation
-                self._begun = begun
+                self._begun, self.run = begun, before
             raise
         self.run = run
         self.tokens += new
         try:
             steps = run.tokens(ignore_eos=ignore_eos)
             while True:
+                if turn != self._turns:
+                    raise InputError("the conversation was reset during this turn; start another")
                 with held_interrupts() as interrupted:
                     tokens = next(steps, None)
-                    if turn == self._turns:
-                        # The rest of a lossless round, after a stop string, has none.
-                        self.tokens += [token for token in tokens or () if token is not None]
+                    # The rest of a lossless round, after a stop string, has none.
+                    self.tokens += [token for token in tokens or () if token is not None]
                 if interrupted.is_set():
                     self._keep(run, turn)
                     raise KeyboardInterrupt
                 if tokens is None:
                     break
-                if turn != self._turns:
-                    raise InputError("the conversation was reset during this turn; start another")
                 yield Step(tokens, run.push_text(tokens))
             tail = run.finish_text()
             if any(tail):
@@ -165,10 +165,10 @@ class Conversation:
         """Forget all tokens; the random stream goes on. The caller's messages are kept."""
         if self._begun is not None:
             drawn = self._begun.drawn
-            if self.run is not None:
-                vars(self.run).pop("cache", None)  # makes room for the next turn's
         else:
             drawn = self._drawn + (0 if self.run is None else len(self.run.new_tokens[0]))
+        if self.run is not None:
+            vars(self.run).pop("cache", None)  # makes room for the next turn's
         self._turns += 1
         self.tokens, self._begun = [], Begun(None, [0], drawn)
 

@@ -130,6 +130,19 @@ def test_sampling_goes_on_from_turn_to_turn():
     assert say(conversation, TURNS[3], 8) != say(other, TURNS[3], 8)
 
 
+def test_a_turn_interrupted_within_its_prompt_draws_nothing(monkeypatch):
+    made, sampling = engine("one", Full(window=5), 0), Sampling(temperature=1.0, seed=2)
+    talks = [made.conversation(sampling, CONTEXT) for _ in range(2)]
+    for talk in talks:
+        say(talk, TURNS[2], 5)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Run, "start", lambda run: signal.default_int_handler(signal.SIGINT, None))
+        say(talks[0], TURNS[1], 5)
+    for talk in talks:
+        talk.reset()
+    assert say(talks[0], TURNS[3], 8) == say(talks[1], TURNS[3], 8)
+
+
 def test_a_token_that_ends_a_text_ends_a_turn():
     free = engine("one", Full(window=5), 0)
     answer = tokens_of(free, [TURNS[0]], 8, ignore_eos=True)[0]
@@ -272,10 +285,13 @@ def test_a_conversation_is_reset_within_a_turn(tmp_path):
     old = conversation.turn(TURNS[2], 5, ignore_eos=True)
     next(old)
     refuses("in the middle of a turn", conversation.save, tmp_path / "chat")
+    lengths = weakref.ref(conversation.run.cache.lengths)
     conversation.reset()
+    gc.collect()
+    assert lengths() is None, "the next turn has no room for its cache"
     new = conversation.turn(TURNS[0], 5, ignore_eos=True)
     answer = list(next(new).tokens)
-    old.close()
+    refuses("was reset during this turn", next, old)
     for step in new:
         answer += step.tokens
     assert answer == fresh and conversation.tokens == TURNS[0] + fresh
