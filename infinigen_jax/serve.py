@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
+from urllib.parse import urlsplit
 
 from infinigen_jax.cli.options import (
     DEFAULT_MODEL,
@@ -145,6 +146,14 @@ def make_service(arguments: argparse.Namespace) -> "Service":
     key = os.environ.get(KEY_VARIABLE) if arguments.api_key is None else arguments.api_key
     if key == "":
         raise InputError(f"--api-key, or {KEY_VARIABLE}: it is empty; give a key, or leave it out")
+    for origin in arguments.allow_origin:
+        try:
+            urlsplit(origin)
+        except ValueError:
+            message = (
+                f"--allow-origin: {origin!r} is no address; give one such as http://example.org"
+            )
+            raise InputError(message) from None
     model = arguments.model or DEFAULT_MODEL
     path = absolute(model)
     name = arguments.served_model_name or (path.name if path.exists() else model)

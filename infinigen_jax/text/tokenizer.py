@@ -47,7 +47,7 @@ class Tokenizer:
         chat_template: str | None = None,
         where: str = "the model",
     ):
-        self.backend, self.chat_template = backend, chat_template
+        self.backend, self.chat_template = backend, chat_template or None
         self.special_tokens = dict(special_tokens or {})
         self._where = where
         # Tokens that begin and end a text; None if the folder names none.

@@ -103,6 +103,7 @@ SERVE = {
         "--batch 1000000 --context 1k": "--batch",
         "--policy full --lossless": "--lossless",
         "--api-key ''": "--api-key",
+        "--allow-origin 'http://[::1'": "--allow-origin: 'http",
     }.items()
 }
 COMMANDS = {
