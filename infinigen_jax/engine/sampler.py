@@ -1,4 +1,4 @@
-"""Draws of a batch's next tokens: one program for all settings, and none for a greedy batch."""
+"""Draws of a batch's next tokens: one program, another with penalties, none if all are greedy."""
 
 import collections
 import functools

@@ -185,7 +185,7 @@ class Scheduler:
             return not self._stopping
 
     def _advance(self) -> None:
-        """Read a chunk, let complete prompts join, and dispatch a step."""
+        """Drop cancelled jobs, let complete prompts join, advance the batch, and read a chunk."""
         self._drop_cancelled()
         with self._wake:
             while self._waiting and len(self._intakes) < READERS:

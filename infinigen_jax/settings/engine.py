@@ -29,10 +29,10 @@ class EngineOptions(Settings):
             takes it as well.
         lossless: see docs/lossless.md. Not with policy full or a pool.
         draft_weights: not for a model whose weights are small already.
-        check: a NaN or an infinity ends a run with `finite_check.NotFiniteError`. Uses the fused
-            schedule.
-        prefill_chunk: by default `prefill.longest_chunk`. With a pool, prompts are read in one
-            piece.
+        check: a NaN or an infinity ends a run with `decode.finite_check.NotFiniteError`. Uses
+            the fused schedule.
+        prefill_chunk: by default `prefill.prefill.longest_chunk`. With a pool, prompts are read
+            in one piece.
     """
 
     dense_layers: int | None = setting(
