@@ -49,27 +49,18 @@ AGAIN = "convert the model again"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Contents of `infinigen.json`.
-
-    Attributes:
-        absorbed: whether the basis is already in the weights, so that the leading columns of the
-            keys are the partial keys (OPT with "svd").
-        calibration: {"text_sha256": ..., "tokens": ...}, or None with skew "none".
-        speculate_from: hidden state that the corrected query is computed from, one of
-            `settings.policy.SOURCES`.
-        wide: names of matrices that int4 leaves in int8, see `source.wide_matrices`.
-        sources, files: {"name": {"sha256": ..., "size": ...}} of the files read and written.
-    """
+    """Contents of `infinigen.json`."""
 
     family: str
     skew: str
-    absorbed: bool
+    absorbed: bool  # the basis is in the weights: leading columns of keys are the index (OPT, svd)
     dtype: str
-    calibration: dict[str, Any] | None
-    speculate_from: str
+    calibration: dict[str, Any] | None  # {"text_sha256": ..., "tokens": ...}; None: skew "none"
+    speculate_from: str  # state that the corrected query is computed from, of `policy.SOURCES`
+    # {"name": {"sha256": ..., "size": ...}} of the files read and written.
     sources: dict[str, dict[str, Any]]
     files: dict[str, dict[str, Any]]
-    wide: Sequence[str] = ()
+    wide: Sequence[str] = ()  # matrices that int4 leaves in int8, see `source.wide_matrices`
 
     def to_json(self) -> str:
         value = {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}

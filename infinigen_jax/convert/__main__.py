@@ -13,35 +13,23 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="python -m infinigen_jax.convert", description="Convert a model for InfiniGen."
     )
-    parser.add_argument("source", metavar="SOURCE", help="folder, .gguf file or org/name")
-    parser.add_argument("--revision", metavar="R", help="branch, tag or commit on the hub")
-    parser.add_argument("destination", metavar="DESTINATION", help="folder to create")
-    parser.add_argument(
-        "--calibration",
-        metavar="F",
-        help="UTF-8 text for calibration (default: a text in the package; 2048 tokens are used)",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="dtype of the written weights (default: as stored)",
-    )
-    parser.add_argument(
-        "--skew",
-        choices=("svd", "balanced", "none"),
-        default="balanced",
-        help="basis of queries and keys: svd is the paper's (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--speculate-from",
-        choices=("input", "resident"),
-        help="what of the layer before the corrected query is made of: its input, or the "
+    add = parser.add_argument
+    add("source", metavar="SOURCE", help="folder, .gguf file or org/name")
+    add("--revision", metavar="R", help="branch, tag or commit on the hub")
+    add("destination", metavar="DESTINATION", help="folder to create")
+    text = "UTF-8 text for calibration (default: a text in the package; 2048 tokens are used)"
+    add("--calibration", metavar="F", help=text)
+    text = "dtype of the written weights (default: as stored)"
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help=text)
+    text = "basis of queries and keys: svd is the paper's (default: %(default)s)"
+    add("--skew", choices=("svd", "balanced", "none"), default="balanced", help=text)
+    text = (
+        "what of the layer before the corrected query is made of: its input, or the "
         "hidden state after attention to sinks and recent tokens alone, which guesses better "
-        f"(default: {DEFAULT_SOURCE}; with other skews than balanced: input)",
+        f"(default: {DEFAULT_SOURCE}; with other skews than balanced: input)"
     )
-    parser.add_argument(
-        "--force", action="store_true", help="replace an earlier conversion at DESTINATION"
-    )
+    add("--speculate-from", choices=("input", "resident"), help=text)
+    add("--force", action="store_true", help="replace an earlier conversion at DESTINATION")
     return parser
 
 

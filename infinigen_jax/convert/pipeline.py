@@ -42,7 +42,6 @@ from infinigen_jax.checkpoint.tensor_names import match
 from infinigen_jax.convert.calibrate import (
     DEFAULT_TEXT,
     DEFAULT_TOKENS,
-    CalibrationTokens,
     tokenized_file,
     windows,
 )
@@ -51,7 +50,7 @@ from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.files.atomic import copy_file, link_or_copy, staged, write_text
 from infinigen_jax.files.regular import expanded, open_regular
 from infinigen_jax.machine.backend import start_backend
-from infinigen_jax.models import ModelConfig, blueprint
+from infinigen_jax.models import blueprint
 from infinigen_jax.numeric import listed
 from infinigen_jax.settings.policy import SOURCES
 from infinigen_jax.text.gguf_tokenizer import gguf_tokenizer, tokenizer_files
@@ -144,7 +143,13 @@ def convert(
     absorbs = skew == "svd" and config.rope is None
     linked = [] if sidecar or absorbs else _unchanged_files(folder, sources, dtype)
     whole = absorbs or not (sidecar or linked)
-    tokens = _tokens(calibration, tokenizer, config) if skew != "none" else None
+    tokens = None
+    if skew != "none" and (calibration is None or isinstance(calibration, str | Path)):
+        path = DEFAULT_TEXT if calibration is None else Path(calibration)
+        tokens = tokenized_file(path, tokenizer(), config, DEFAULT_TOKENS)
+    elif skew != "none":
+        ids = np.asarray(calibration, np.int32)
+        tokens = windows(ids, config, DEFAULT_TOKENS, "calibration", ids.tobytes())
     # Another process may have written the destination while this one waited for the lock.
     with blas_threads(), staged(target, lambda: _check_destination(folder, target, force)) as out:
         job = Job(architecture, sources, stored, skew, speculate_from, tokens, absorbs)
@@ -193,18 +198,6 @@ def progress_bar() -> Iterator[Callable[[int, int], None]]:
 def blas_threads() -> threadpool_limits:
     """Limit NumPy's threads: two fits run at a time, and threads that wait for a core spin."""
     return threadpool_limits(max(1, len(os.sched_getaffinity(0)) // 2), "blas")
-
-
-def _tokens(
-    calibration: str | Path | Sequence[int] | None,
-    tokenizer: Callable[[], Tokenizer],
-    config: ModelConfig,
-) -> CalibrationTokens:
-    if calibration is None or isinstance(calibration, str | Path):
-        path = DEFAULT_TEXT if calibration is None else Path(calibration)
-        return tokenized_file(path, tokenizer(), config, DEFAULT_TOKENS)
-    ids = np.asarray(calibration, np.int32)
-    return windows(ids, config, DEFAULT_TOKENS, "calibration", ids.tobytes())
 
 
 def _check_destination(source: Path, destination: Path, force: bool) -> Path:

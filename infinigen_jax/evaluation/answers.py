@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Array, Float, Int
 
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.prompts import round_up_capacity
@@ -51,39 +51,32 @@ def answer(
     """
     answers, total = [], Traffic()
     for rows, kept in batches(len(prompts), batch):
-        tokens, moved = _answer_batch(engine, [prompts[i] for i in rows], decoded, new, kept)
-        answers.append(tokens)
-        total += moved
+        texts = [prompts[i] for i in rows]
+        last = min(decoded, *(len(text) - 1 for text in texts))
+        cached = [text[:-last] for text in texts]
+        room = max(1, engine.model.config.fitting(last + new, cached) - last)
+        run = start_run(engine, cached, last + room)
+        for tokens in np.array([text[-last:] for text in texts], np.int32).T:
+            log_probs = run.predict(tokens)
+        check_finite(engine, np.asarray(log_probs.max(axis=1)))
+        drawn = [run.drawn]
+        for i in range(1, room):
+            run.advance()
+            drawn.append(run.drawn)
+            if i % READ_EVERY == 0 and (_up_to_end(engine, drawn)[:, -1] < 0).all():
+                break
+        answer = np.full((kept, new), -1, np.int32)
+        answer[:, : len(drawn)] = _up_to_end(engine, drawn)[:kept]
+        answers.append(answer)
+        total += traffic(run, kept)
         advance(kept)
     return np.concatenate(answers), total
 
 
-def _answer_batch(
-    engine: Engine, prompts: list[Sequence[int]], decoded: int, new: int, kept: int
-) -> tuple[Int[np.ndarray, "k n"], Traffic]:
-    """Answer the first `kept` prompts; the others fill the batch."""
-    decoded = min(decoded, *(len(prompt) - 1 for prompt in prompts))
-    cached = [p[:-decoded] for p in prompts]
-    room = max(1, engine.model.config.fitting(decoded + new, cached) - decoded)
-    run = start_run(engine, cached, decoded + room)
-    for tokens in np.array([p[-decoded:] for p in prompts], np.int32).T:
-        log_probs = run.predict(tokens)
-    check_finite(engine, np.asarray(log_probs.max(axis=1)))
-    drawn = [run.drawn]
-
-    def read() -> Int[np.ndarray, "b n"]:
-        tokens = np.stack([np.asarray(step) for step in drawn], axis=1)
-        ends = np.isin(tokens, list(engine.model.eos_ids))
-        return np.where(np.logical_or.accumulate(ends, axis=1), -1, tokens)
-
-    for i in range(1, room):
-        run.advance()
-        drawn.append(run.drawn)
-        if i % READ_EVERY == 0 and (read()[:, -1] < 0).all():
-            break
-    tokens = np.full((kept, new), -1, np.int32)
-    tokens[:, : len(drawn)] = read()[:kept]
-    return tokens, traffic(run, kept)
+def _up_to_end(engine: Engine, drawn: Sequence[Array]) -> Int[np.ndarray, "b n"]:
+    tokens = np.stack([np.asarray(step) for step in drawn], axis=1)
+    ends = np.isin(tokens, list(engine.model.eos_ids))
+    return np.where(np.logical_or.accumulate(ends, axis=1), -1, tokens)
 
 
 class Continuation(NamedTuple):

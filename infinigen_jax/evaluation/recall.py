@@ -68,56 +68,38 @@ def study_windows(
         with heads 1 for errors of a whole layer; `layers` [l], the layers in which the policy
         selects rows; and the traffic.
     """
-    from infinigen_jax.evaluation.scoring import Traffic, batches, check_finite
+    from infinigen_jax.evaluation.scoring import (
+        Traffic,
+        batches,
+        check_finite,
+        start_windows,
+        traffic,
+    )
+    from infinigen_jax.evaluation.study import watch
 
     parts, total = [], Traffic()
     layers = [engine.decoder.on_host[number] for number in engine.decoder.selecting]
+    positions = range(settings["context"] - 1, windows.shape[1] - 1)
+    chunks = np.arange(len(positions)) // settings["chunk"]  # of the steps
+    steps = np.bincount(chunks)
     for rows, kept in batches(len(windows), settings["batch"]):
-        part, moved = _study_batch(engine, windows[rows], layers, settings, kept, advance)
-        parts.append(part)
-        total += moved
+        batch, sums = windows[rows], {}
+        run = start_windows(engine, batch, settings["context"])
+        for first in range(0, len(positions), READ_EVERY):
+            read = positions[first : first + READ_EVERY]
+            watched = [run.watch(watch, batch[:, position]) for position in read]
+            for chunk, (_, records) in zip(chunks[first:], watched, strict=False):
+                for name in (*MEANS, *COUNTS):
+                    value = _stacked(name, [records[i] for i in layers], len(batch))
+                    shape = (*value.shape, len(steps))
+                    sums.setdefault(name, np.zeros(shape))[..., chunk] += value
+            check_finite(engine, np.asarray(watched[-1][0]).max(axis=1))
+            advance(kept * len(watched))
+        parts.append({n: (x if n in COUNTS else x / steps)[:kept] for n, x in sums.items()})
+        total += traffic(run, kept)
     arrays = {name: np.concatenate([part[name] for part in parts]) for name in (*MEANS, *COUNTS)}
     check_finite(engine, *arrays.values())
     return arrays | {"layers": np.array(layers, np.int32)}, total
-
-
-def _study_batch(
-    engine: "Engine",
-    windows: np.ndarray,
-    layers: list[int],
-    settings: dict[str, Any],
-    kept: int,
-    advance: Callable[[int], object],
-) -> tuple[dict[str, np.ndarray], "Traffic"]:
-    """Study the first `kept` windows; the others fill the batch."""
-    from infinigen_jax.evaluation.scoring import check_finite, start_windows, traffic
-    from infinigen_jax.evaluation.study import watch
-
-    context, chunk = settings["context"], settings["chunk"]
-    positions = range(context - 1, windows.shape[1] - 1)
-    steps = np.bincount(np.arange(len(positions)) // chunk)  # in each chunk
-    run = start_windows(engine, windows, context)
-    sums: dict[str, np.ndarray] = {}
-    waiting: list[tuple[int, tuple[Any, ...]]] = []
-
-    def read() -> None:
-        for step, records in waiting:
-            for name in (*MEANS, *COUNTS):
-                value = _stacked(name, [records[i] for i in layers], len(windows))
-                shape = (*value.shape, len(steps))
-                sums.setdefault(name, np.zeros(shape))[..., step // chunk] += value
-        advance(kept * len(waiting))
-        waiting.clear()
-
-    for step, position in enumerate(positions):
-        log_probs, records = run.watch(watch, windows[:, position])
-        waiting.append((step, records))
-        if len(waiting) == READ_EVERY:
-            read()
-    read()
-    check_finite(engine, np.asarray(log_probs).max(axis=1))
-    means = {name: (x if name in COUNTS else x / steps)[:kept] for name, x in sums.items()}
-    return means, traffic(run, kept)
 
 
 def _stacked(field: str, seen: list[Any], batch: int) -> np.ndarray:

@@ -99,21 +99,14 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A needle in a haystack.
-
-    Attributes:
-        context, question: parts of the prompt; the generated answer follows.
-        depth: position of the needle in the context, 0 to 1.
-        length: tokens that the item was made for, including the answer.
-        number: number of the needle; items with the same one differ only in length and depth.
-    """
+    """A needle in a haystack. Context and question are the prompt."""
 
     context: str
     question: str
     answer: str
-    depth: float
-    length: int
-    number: int
+    depth: float  # position of the needle in the context, 0 to 1
+    length: int  # tokens that the item was made for, including the answer
+    number: int  # of the needle; items with the same one differ only in length and depth
 
 
 def sentences(text: str) -> list[str]:

@@ -28,27 +28,20 @@ READ_EVERY = 64  # steps between reads, so that the device never waits for Pytho
 
 
 class Scores(NamedTuple):
-    """Predictions for the tokens of some windows after their context.
+    """Predictions for the tokens of some windows after their context."""
 
-    Attributes:
-        nats: negative natural log-probability of each token.
-        best: most likely token at each position.
-        tokens, log_probs: n tokens at each position and their natural log-probabilities.
-    """
-
-    nats: Float[np.ndarray, "w t"]
-    best: Int[np.ndarray, "w t"]
-    tokens: Int[np.ndarray, "w t n"]
-    log_probs: Float[np.ndarray, "w t n"]
+    nats: Float[np.ndarray, "w t"]  # negative natural log-probability of each token
+    best: Int[np.ndarray, "w t"]  # most likely token at each position
+    tokens: Int[np.ndarray, "w t n"]  # at each position
+    log_probs: Float[np.ndarray, "w t n"]  # their natural log-probabilities
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic(Moved):
     """Rows moved in the steps over the scored tokens of some windows.
 
-    Attributes:
-        attended: rows selected or resident over past tokens, in layers that select rows, for each
-            token; 1 without such layers.
+    `attended` are rows selected or resident over past tokens, in layers that select rows, for each
+    token; 1 without such layers.
     """
 
     attended: float = 0.0

@@ -194,8 +194,13 @@ def read_layer(
         prior = device_rows(local, span, decoder.dtype)
     else:
         prior = host_rows(decoder, *hosted, span)
-    cap = decoder.config.attention_softcap
-    done = chunk_layer(decoder.blueprint.layer(params), x, span, lengths, prior, window, cap)
+    cap, positions = decoder.config.attention_softcap, span.positions(x.shape[1])
+    whole = jnp.broadcast_to(lengths[:, None], positions.shape)
+
+    def attend(queries: Array, keys: Array, values: Array) -> ChunkAttention:
+        return attend_chunk(queries, keys, values, prior, window, cap)
+
+    done = layer_over(decoder.blueprint.layer(params), x, positions, whole, attend)
     upcoming, x = await_copy(upcoming, done.x)
     if not observed:
         return x, done.rows, None, None, upcoming
@@ -228,25 +233,6 @@ class Done(NamedTuple):
     queries: Float[Array, "b c h d"]
     keys: Float[Array, "b c k d"]
     attended: ChunkAttention
-
-
-def chunk_layer(
-    layer: Layer,
-    x: Float[Array, "b c e"],
-    span: Span,
-    lengths: Int[Array, " b"] | None = None,
-    prior: PriorRows | None = None,
-    window: int | None = None,
-    cap: float | None = None,
-) -> Done:
-    """Compute a layer over a chunk; `lengths` after all chunks are by default the span's end."""
-    positions = span.positions(x.shape[1])
-    whole = jnp.broadcast_to((span.end if lengths is None else lengths)[:, None], positions.shape)
-
-    def attend(queries: Array, keys: Array, values: Array) -> ChunkAttention:
-        return attend_chunk(queries, keys, values, prior, window, cap)
-
-    return layer_over(layer, x, positions, whole, attend)
 
 
 def layer_over(

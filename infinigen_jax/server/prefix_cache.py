@@ -29,23 +29,17 @@ from infinigen_jax.prefill.prefill import empty_cache
 
 
 class Node:
-    """Stored chunk.
-
-    Attributes:
-        start, end: numbers of tokens before the chunk, and up to its end.
-        arrays: arrays of the cache, or the part that the chunk may change; last, if there are host
-            layers, their rows [l, k, n, w].
-        children: chunks that followed, by their tokens.
-        used: time of the last use, as a count.
-    """
+    """Stored chunk of tokens."""
 
     def __init__(self, parent: "Node | None", tokens: np.ndarray):
         self.parent, self.key, self.count = parent, tokens.tobytes(), len(tokens)
-        self.start: int = 0 if parent is None else parent.end
+        self.start: int = 0 if parent is None else parent.end  # number of tokens before the chunk
         self.end = self.start + self.count
+        # Arrays of the cache, or the part that the chunk may change; last, if there are host
+        # layers, their rows [l, k, n, w].
         self.arrays: list[np.ndarray] = []
-        self.children: dict[bytes, Node] = {}
-        self.used = 0
+        self.children: dict[bytes, Node] = {}  # chunks that followed, by their tokens
+        self.used = 0  # time of the last use, as a count
 
     @property
     def bytes(self) -> int:

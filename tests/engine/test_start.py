@@ -36,13 +36,13 @@ def test_a_kind_of_layer_is_traced_once_however_many_there_are(monkeypatch):
     # Nothing is loaded instead.
     monkeypatch.setattr("infinigen_jax.programs.program.program_folder", lambda: None)
     monkeypatch.setattr(Decoder, "decode_layer", counted(Decoder.decode_layer))
-    monkeypatch.setattr(compiled, "chunk_layer", counted(compiled.chunk_layer))
+    monkeypatch.setattr(compiled, "layer_over", counted(compiled.layer_over))
     engine = Engine(deep(5), policy=SPARSE, dense_layers=1)
     run = engine.start(RAGGED, max_new_tokens=3)
     parts = run.cache.parts(run.decoder.policy.observes)
     steps(run.decoder).fused.trace(engine.weights, *parts, run.drawn)
     # Steps have layers on the device, on the host, and on the host without a layer after it.
-    assert (traces.count("chunk_layer"), traces.count("decode_layer")) == (2, 3)
+    assert (traces.count("layer_over"), traces.count("decode_layer")) == (2, 3)
 
 
 PROGRAM = """

@@ -15,8 +15,8 @@ from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.models import blueprint
 from infinigen_jax.models.linear import project
-from infinigen_jax.ops.span import Span
-from infinigen_jax.prefill.compiled import chunk_layer
+from infinigen_jax.prefill.attention import attend_chunk
+from infinigen_jax.prefill.compiled import layer_over
 from infinigen_jax.skew.query_correction import corrected_projection
 from infinigen_jax.speculation.query import speculate_query, speculation_weights
 
@@ -88,7 +88,7 @@ def attention_inputs(model) -> list[jax.Array]:
         for params in weights["layers"]:
             layer = architecture.layer(params)
             found.append(layer.attention_input(x))
-            x = chunk_layer(layer, x, Span.whole(*x.shape[:2])).x
+            x = layer_over(layer, x, positions, positions + 1, attend_chunk).x
         return found
 
     return inputs(model.params)
