@@ -182,6 +182,11 @@ RULES: Titled = [
     ("alpha 6, index of all columns", {"partial_ratio": 1.0}),
     ("alpha 6, tail blocks of 32 tokens", {"tail_tokens": 32}),
 ]
+RECENT: Titled = [
+    ("32", OWN_4 | {"window": 32, "sinks": 4}),
+    ("128 (default)", OWN_4 | {"window": 128}),
+    ("256", OWN_4 | {"window": 256}),
+]
 # Query, index columns that predict the tail's values, and the result that has them.
 TAIL_COLUMNS: Titled = [
     (title, {**query, "tail_columns": columns, "tail_tokens": 64, "result": f"real-model/{result}"})
@@ -344,6 +349,11 @@ TABLES: Mapping[str, Any] = {  # rows, columns and corner, arguments of `result_
         "layer budgets",
     ),
     "real rules": (RULES, shown("rules-wiki-4096", *BASIC, "index", policy="infinigen")),
+    "real recent": (
+        RECENT,
+        across(TEXTS[:2], shown("recent-{text}-4096", *BASIC), joint=": "),
+        "recent tokens",
+    ),
     "real columns": (TAIL_COLUMNS, shown("", *BASIC), "columns"),
 }
 

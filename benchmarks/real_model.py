@@ -34,6 +34,11 @@ RULES = (
     "full infinigen infinigen:alpha=5 infinigen:alpha=6 infinigen:alpha=inf "
     "infinigen:alpha=6,partial_ratio=1.0 infinigen:alpha=6,tail_tokens=32"
 )
+RECENT = "full infinigen infinigen:window=32 infinigen:window=64 infinigen:window=256"
+RECENT_AHEAD = (
+    f"full {AHEAD} {AHEAD},window=32 {AHEAD},window=256 quest:window=256 h2o:window=256 "
+    "window:window=256"
+)
 COLUMNS = "full infinigen infinigen:tail_columns=4 infinigen:tail_columns=16"
 NO_COLUMNS = f"full infinigen:tail_columns=0 {AHEAD} {AHEAD},tail_columns=0"
 RECALL = f"full infinigen {AHEAD} quest h2o infinigen-paper"
@@ -74,6 +79,8 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     score("memory", 4096, "0.05 --dense-layers 4 --policy full window h2o", "wiki")
     score("settings", 4096, f"0.05 --policy {SETTINGS}", "wiki", scored=FEWER)
     score("rules", 4096, f"0.05 --policy {RULES}", "wiki")
+    score("recent", 4096, f"0.05 --policy {RECENT}", "wiki", "book", scored=FEWER)
+    score("recent-ahead", 4096, f"0.05 --policy {RECENT_AHEAD}", "wiki", scored=FEWER)
     score("columns", 4096, f"0.05 --policy {COLUMNS}", "wiki", scored=FEWER)
     score("no-columns", 4096, f"0.05 --policy {NO_COLUMNS}", "wiki", scored=FEWER)
     chosen["recall-wiki-4096"] = (
@@ -101,6 +108,11 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
             f"benchmarks.prefill --prompts {CONTEXTS} --batch {batch} --memory"
         )
     chosen["prefill-batch-1"] += " --gguf {gguf}"
+    recent = "--contexts 1024 4096 --systems infinigen:window=32 infinigen infinigen:window=256"
+    for batch in "1", "8":
+        chosen[f"recent-speed-{batch}"] = (
+            f"benchmarks.decode {files} --trace-steps 0 --batch {batch} {recent}"
+        )
     bfloat16 = "infinigen llama.cpp-f16 --weight-dtype bfloat16"
     chosen["decode-bfloat16"] = f"{decode} --systems {bfloat16}"
     chosen["decode-tail"] = f"{decode} --systems infinigen infinigen:tail=false"

@@ -18,12 +18,12 @@ from infinigen_jax.engine.engine import Engine
 from infinigen_jax.models import blueprint
 from infinigen_jax.policies import InfiniGen
 
-CONTEXT = 96
+CONTEXT = 160  # more than sinks and window
 SYSTEMS = "infinigen full-device infinigen-paper transformers".split()
 SYSTEMS += ["transformers-static", "transformers-offloaded"]
 MEASURED = [name for name in SYSTEMS if name != "transformers-offloaded"]
 OURS = [name for name in MEASURED if is_ours(name)]
-TOKENS, ROUNDS, STEPS, TRACED = 3, 2, 33, 2  # 33 single steps: one of them flushes
+TOKENS, ROUNDS, STEPS, TRACED = 3, 2, 129, 2  # 129 single steps: one of them flushes
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -129,7 +129,8 @@ def test_command(tmp_path, capsys):
     text, result = tmp_path / "t.txt", tmp_path / "r.json"
     text.write_text("The old man went down to the sea, and nobody asked him why. " * 30)
     arguments = ["recall", "--model", str(embedded()), "--text", str(text), "--json", str(result)]
-    arguments += "--window 64 --context 56 --windows 2 --policy window oracle --budget 0.1".split()
+    arguments += "--window 64 --context 56 --windows 2 --budget 0.1 --policy".split()
+    arguments += ["window:window=16", "oracle:window=16"]
     arguments += ["--dense-layers", str(LAYERS - 1)]
     assert evaluate.main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()

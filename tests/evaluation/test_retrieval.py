@@ -147,7 +147,7 @@ def test_the_embedded_model_looks_things_up(tmp_path, capsys):
     result = tmp_path / "r.json"
     arguments = ["retrieval", "--length", "200", "300", "--depth", "0.3", "0.8", "--quiet"]
     arguments += ["--items", "1", "--batch", "2", "--dense-layers", "0", "--budget", "0.05"]
-    arguments += ["--policy", "infinigen", "window", "--json", str(result)]
+    arguments += ["--policy", "infinigen:window=32", "window:window=32", "--json", str(result)]
     assert evaluate.main(arguments) == 0
     found = json.loads(result.read_text())["configurations"]
     assert [c["policy"] for c in found] == ["full", "infinigen", "window"]
