@@ -153,16 +153,9 @@ def byte_level(pre: str = "gpt-2") -> dict[str, Any]:
     tokens = sorted(ids, key=lambda token: ids[token])
     special = {token["content"] for token in whole["added_tokens"]}
     merges = [m if isinstance(m, str) else " ".join(m) for m in whole["model"]["merges"]]
-    settings = {
-        "model": "gpt2",
-        "pre": pre,
-        "tokens": tokens,
-        "merges": merges,
-        "token_type": [3 if token in special else 1 for token in tokens],
-        "bos_token_id": 0,
-        "padding_token_id": 1,
-        "eos_token_id": 2,
-    }
+    kinds = [3 if token in special else 1 for token in tokens]
+    settings: dict[str, Any] = {"model": "gpt2", "pre": pre, "tokens": tokens, "merges": merges}
+    settings |= {"token_type": kinds, "bos_token_id": 0, "padding_token_id": 1, "eos_token_id": 2}
     return {f"tokenizer.ggml.{name}": value for name, value in settings.items()}
 
 
@@ -172,15 +165,11 @@ def sentencepiece() -> dict[str, Any]:
     pieces += ["ow", "own", "\u2581br", "\u2581brown", "er", "\u2581\u2581"]
     pieces = list(dict.fromkeys(pieces))
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
-    settings = {
-        "model": "llama",
-        "tokens": ["<unk>", "<s>", "</s>", *byte_tokens, *pieces],
-        "scores": [0.0] * 259 + [-float(i) for i in range(len(pieces))],
-        "token_type": [2, 3, 3] + [6] * 256 + [1] * len(pieces),
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "unknown_token_id": 0,
-    }
+    tokens = ["<unk>", "<s>", "</s>", *byte_tokens, *pieces]
+    scores = [0.0] * 259 + [-float(i) for i in range(len(pieces))]
+    kinds = [2, 3, 3] + [6] * 256 + [1] * len(pieces)
+    settings: dict[str, Any] = {"model": "llama", "tokens": tokens, "scores": scores}
+    settings |= {"token_type": kinds, "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
     return {f"tokenizer.ggml.{name}": value for name, value in settings.items()}
 
 

@@ -4,29 +4,31 @@
     python -m tests.golden check     # compare; exit status 1 and a line for each difference
     python -m tests.golden check --model tiny-opt
 
-Each case is a run of the `generate` command: a model, a policy and a dtype, one prompt and a ragged
-batch of three, 64 new tokens. The recorded tokens are those of the fused schedule of version 0.1.0
+Each case has a model, a policy and a dtype, and one prompt or a ragged batch of three, which 64
+tokens continue. The recorded tokens are those of the fused schedule of version 0.1.0
 (commit 06b267d); in float32 the layerwise schedule must give them too. Where two logits are nearly
 equal, tokens depend on the processor: record on the machine that checks.
 """
 
 import argparse
-import contextlib
-import io
+import functools
+import itertools
 import json
 import sys
-import tempfile
 from pathlib import Path
 
-from infinigen_jax import generate
+from infinigen_jax import Engine, load
+from infinigen_jax.files.user_cache import keep_programs
+from infinigen_jax.policies import POLICIES
 
 FILE = Path(__file__).with_suffix(".json")
 CHECKPOINTS = Path(__file__).parents[2] / "shared" / "checkpoints"  # optional
-EMBEDDED = ("books-llama", "tiny-llama", "tiny-opt")
-POLICIES = ("full", "infinigen", "infinigen-paper", "h2o", "quest", "window")
+# Paths by name; an embedded model's name is its path.
+MODELS = {name: name for name in ("books-llama", "tiny-llama", "tiny-opt")}
+MODELS |= {f"shared/{folder.name}": str(folder) for folder in sorted(CHECKPOINTS.glob("*/"))}
+POLICY_NAMES = ("full", "infinigen", "infinigen-paper", "h2o", "quest", "window")
 DTYPES = ("float32", "bfloat16")
 SCHEDULES = ("fused", "layerwise")
-NEW_TOKENS = 64
 STORY = (
     "Once upon a time there was a little girl who lived in a house by the sea. Every morning she "
     "walked along the beach and looked for shells. One day she found a small blue box in the sand. "
@@ -39,74 +41,44 @@ BATCHES = {
 }
 
 
-def models() -> dict[str, str]:
-    """Return the names of the cases' models and the arguments of `--model` for them."""
-    folders = {folder.name: str(folder) for folder in sorted(CHECKPOINTS.glob("*/"))}
-    return {name: name for name in EMBEDDED} | {f"shared/{k}": v for k, v in folders.items()}
+loaded = functools.lru_cache(maxsize=2)(load)
 
 
-def greedy_tokens(
-    model: str, policy: str, dtype: str, schedule: str, prompts: list[str]
-) -> list[list[int]]:
-    """Return new tokens of each prompt, by the command line."""
-    with tempfile.TemporaryDirectory() as folder:
-        stats = Path(folder) / "stats.json"
-        arguments = ["--model", model, "--policy", policy, "--dtype", dtype, "--schedule", schedule]
-        arguments += [f"--prompt={prompt}" for prompt in prompts]
-        arguments += ["--max-new-tokens", str(NEW_TOKENS), "--ignore-eos", "--quiet"]
-        with contextlib.redirect_stdout(io.StringIO()):
-            status = generate.main([*arguments, "--stats-json", str(stats)])
-        if status:
-            raise SystemExit(f"{model} {policy} {dtype}: generate ended with status {status}")
-        return json.loads(stats.read_text())["tokens"]
-
-
-def cases(chosen: argparse.Namespace) -> list[tuple[str, str, str, str, str]]:
-    """Return key, model argument, policy, dtype and batch of each chosen case."""
-    return [
-        (f"{name} {policy} {dtype} {batch}", model, policy, dtype, batch)
-        for name, model in models().items()
-        if not chosen.model or name in chosen.model
-        for policy in POLICIES
-        for dtype in DTYPES
-        for batch in BATCHES
-    ]
-
-
-def record(chosen: argparse.Namespace) -> int:
-    known = json.loads(FILE.read_text()) if FILE.exists() else {}
-    for key, model, policy, dtype, batch in cases(chosen):
-        rows = greedy_tokens(model, policy, dtype, "fused", BATCHES[batch])
-        known[key] = [" ".join(map(str, row)) for row in rows]
-        FILE.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
-        print(key, flush=True)
-    return 0
-
-
-def check(chosen: argparse.Namespace) -> int:
-    """Compare both schedules with the record; return 1 if a token differs."""
-    known, wrong, compared = json.loads(FILE.read_text()), 0, 0
-    for key, model, policy, dtype, batch in cases(chosen):
-        if key not in known:
-            continue
-        # In bfloat16 the two schedules round differently, now as in version 0.1.0.
-        for schedule in SCHEDULES if dtype == "float32" else SCHEDULES[:1]:
-            rows = greedy_tokens(model, policy, dtype, schedule, BATCHES[batch])
-            texts = [" ".join(map(str, row)) for row in rows]
-            compared += 1
-            if texts != known[key]:
-                wrong += 1
-                print(f"differs: {key} {schedule}", flush=True)
-    print(f"{compared} cases compared, {wrong} differ")
-    return 1 if wrong or not compared else 0
+def greedy_tokens(name: str, policy: str, dtype: str, batch: str, schedule: str) -> list[str]:
+    """Return the new tokens of each prompt, as text."""
+    model = loaded(MODELS[name], dtype)
+    engine = Engine(model, policy=POLICIES[policy](), schedule=schedule)
+    rows = engine.generate(BATCHES[batch], max_new_tokens=64, ignore_eos=True).tokens
+    return [" ".join(map(str, row)) for row in rows]
 
 
 def main() -> int:
+    """Record or compare the tokens of each case; return 1 if one differs, or none is compared."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("action", choices=["record", "check"])
     parser.add_argument("--model", nargs="*", help="names of models; all by default")
     chosen = parser.parse_args()
-    return record(chosen) if chosen.action == "record" else check(chosen)
+    keep_programs()
+    known = json.loads(FILE.read_text()) if FILE.exists() else {}
+    names = [name for name in MODELS if not chosen.model or name in chosen.model]
+    compared = wrong = 0
+    for case in itertools.product(names, POLICY_NAMES, DTYPES, BATCHES):
+        key = " ".join(case)
+        if chosen.action == "record":
+            known[key] = greedy_tokens(*case, SCHEDULES[0])
+            FILE.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+            print(key, flush=True)
+        elif key in known:
+            # In bfloat16 the two schedules round differently, now as in version 0.1.0.
+            for schedule in SCHEDULES if "float32" in case else SCHEDULES[:1]:
+                compared += 1
+                if greedy_tokens(*case, schedule) != known[key]:
+                    wrong += 1
+                    print(f"differs: {key} {schedule}", flush=True)
+    if chosen.action == "record":
+        return 0
+    print(f"{compared} cases compared, {wrong} differ")
+    return 1 if wrong or not compared else 0
 
 
 if __name__ == "__main__":

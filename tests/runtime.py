@@ -35,31 +35,19 @@ HF: dict[str, dict[str, Any]] = {
     "qwen2-one": {"model_type": "qwen2", "num_key_value_heads": 2, "num_hidden_layers": 1},
     "qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 12},
     "gemma2": {
-        "model_type": "gemma2",
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "query_pre_attn_scalar": 8,
-        "attn_logit_softcapping": 3.0,
-        "num_hidden_layers": 1,
-        "layer_types": ["full_attention"],
+        **{"model_type": "gemma2", "num_key_value_heads": 2, "num_hidden_layers": 1},
+        **{"head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 3.0},
+        **{"layer_types": ["full_attention"]},
     },
     "windows": {
-        "model_type": "ministral",
-        "num_key_value_heads": 2,
-        "sliding_window": 9,
-        "num_hidden_layers": 3,
-        "layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "full")],
+        **{"model_type": "ministral", "num_key_value_heads": 2, "num_hidden_layers": 3},
+        **{"layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "full")]},
+        **{"sliding_window": 9},
     },
 }
-COMMON: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    # One on the device, which speculates for one on the host; or two on the host.
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-}
+# One layer on the device, which speculates for one on the host; or two on the host.
+COMMON: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+COMMON |= {"hidden_size": 32, "intermediate_size": 24, "max_position_embeddings": 256}
 
 
 def numbers(count: int, seed: int | None = None) -> list[int]:
@@ -76,9 +64,14 @@ def padded(prompts: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
     return tokens, np.array([len(p) for p in prompts], np.int32)
 
 
+def slow(*values: Any) -> Any:
+    """Return the values of one case, marked slow."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def slow_except(names: Iterable[str], *chosen: str) -> list[Any]:
     """Return the parameters of a test, marked slow except the chosen ones."""
-    return [pytest.param(n, marks=() if n in chosen else pytest.mark.slow) for n in names]
+    return [name if name in chosen else slow(name) for name in names]
 
 
 def random_basis(kv_heads: int, d: int, seed: int) -> Basis:
@@ -165,28 +158,15 @@ def with_ends(engine: Engine, *tokens: int) -> Engine:
 
 
 # A small window and few sinks, so that most rows are on the host and flushes are frequent.
-# Its rows are requested one layer ahead, as where they have to be moved.
+# Rows are requested one layer ahead, as where they have to be moved.
+NARROW: dict[str, Any] = {"window": 4, "sinks": 2, "query": "plain"}
 SPARSE = InfiniGen(
-    budget=0.2,
-    window=4,
-    sinks=2,
-    partial_ratio=0.5,
-    index_dtype="auto",
-    alpha=4.0,
-    query="plain",
-    tail=False,
+    budget=0.2, partial_ratio=0.5, index_dtype="auto", alpha=4.0, tail=False, **NARROW
 )
 ALL = dataclasses.replace(SPARSE, budget=1.0, partial_ratio=0.25, alpha=float("inf"))
 # With a tail over an exact index of every column.
 TAILED = InfiniGen(
-    budget=0.1,
-    window=4,
-    sinks=2,
-    partial_ratio=1.0,
-    index_dtype="float32",
-    alpha=float("inf"),
-    query="plain",
-    tail=True,
+    budget=0.1, partial_ratio=1.0, index_dtype="float32", alpha=float("inf"), tail=True, **NARROW
 )
 
 RAGGED = [numbers(n) for n in (37, 5, 21)]  # one shorter than window and sinks together

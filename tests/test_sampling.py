@@ -154,10 +154,11 @@ def test_top_k_of_equal_logits(k, ties):
     assert set(np.flatnonzero(draws)) == set(range(k))
 
 
-def test_tiny_temperatures_stay_finite():
+def test_tiny_temperatures_stay_finite_and_huge_ones_are_refused():
     logits = jnp.array([[1e30, -1e30, 1e30 * 0.99]], jnp.float32)
     for temperature in (1e-5, 1e-30):
         assert draw(logits, Sampling(temperature=temperature))[0] == 0
+    refuses("temperature .* at most", Sampling, temperature=1e308)
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.0, 1.7])

@@ -25,27 +25,12 @@ from infinigen_jax import InputError, Model, embedded
 from infinigen_jax.models import ModelConfig, blueprint
 from infinigen_jax.models.forward import forward
 
-COMMON: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-    "pad_token_id": 1,
-}
+COMMON: dict[str, Any] = {"vocab_size": 96, "hidden_size": 48, "num_hidden_layers": 2}
+COMMON |= {"num_attention_heads": 4, "max_position_embeddings": 64}
+COMMON |= {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
 
-
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 96,
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-}
+LLAMA = {"model_type": "llama", "vocab_size": 96, "hidden_size": 8, "intermediate_size": 8}
+LLAMA |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64}
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = [int(i) for i in np.random.default_rng(1).integers(3, 96, 40)]  # for calibration

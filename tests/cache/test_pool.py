@@ -175,6 +175,7 @@ def test_limits():
         ({"share": 1.5}, "pool.share 1.5"),
         ({"tokens": 9, "eviction": "random"}, "pool.eviction random: use fifo, lru or counter"),
         ({"tokens": 9, "sinks": -1}, "pool.sinks -1"),
+        ({"tokens": 9, "sinks": 3 * 10**9}, "pool.sinks .* at most"),
         ({"tokens": 9, "recent": 1.0}, "recent"),
         ({"tokens": 9, "share": 0.5}, "either"),
         ({}, "either"),

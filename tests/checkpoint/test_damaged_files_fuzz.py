@@ -194,17 +194,10 @@ def test_altered_tokenizers(tmp_path, capfd):
         check_tokens(tmp_path, tmp_path)
 
 
-OTHERS = {
-    "ffn_dim": 8,
-    "num_key_value_heads": 1,
-    "head_dim": 4,
-    "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0},
-    "layer_types": ["full_attention"],
-    "sliding_window": None,
-    "eos_token_id": [2],
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-}
+OTHERS = {"ffn_dim": 8, "num_key_value_heads": 1, "head_dim": 4, "hidden_act": "silu"}
+OTHERS |= {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}
+OTHERS |= {"layer_types": ["full_attention"], "sliding_window": None}
+OTHERS |= {"eos_token_id": [2], "rms_norm_eps": 1e-5}
 
 
 @pytest.mark.slow

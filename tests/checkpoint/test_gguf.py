@@ -25,13 +25,8 @@ from infinigen_jax.planner.forecast import conversion_of
 from infinigen_jax.text.gguf_tokenizer import gguf_tokenizer
 
 # Sizes that every format's blocks of 32 divide; numbers that float32 represents.
-SIZES = {
-    "vocab_size": 1024,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 2.0**-17,
-}
+SIZES: dict[str, Any] = {"vocab_size": 1024, "hidden_size": 64, "intermediate_size": 96}
+SIZES |= {"num_key_value_heads": 2, "rms_norm_eps": 2.0**-17}
 EPSILON: dict[str, Any] = dict.fromkeys(("layer_norm_eps", "norm_eps", "norm_epsilon"), 2.0**-17)
 WINDOWS: dict[str, Any] = {"layer_types": ["full_attention", "sliding_attention"]}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}

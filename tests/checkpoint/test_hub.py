@@ -28,14 +28,9 @@ NEEDED = {
     SHARDS[1]: b"2",
     "model.safetensors.index.json": json.dumps({"weight_map": dict(enumerate(SHARDS))}).encode(),
 }
-OTHERS = {
-    "README.md": b"x",
-    "consolidated.safetensors": b"x",
-    "model-of-another.safetensors": b"x",
-    "onnx/model.safetensors": b"x",
-    "pytorch_model.bin": b"x",
-    "modeling_own.py": b"x",
-}
+OTHERS = dict.fromkeys(("README.md", "pytorch_model.bin", "modeling_own.py"), b"x")
+UNUSED_WEIGHTS = ("consolidated", "model-of-another", "onnx/model")
+OTHERS |= {f"{name}.safetensors": b"x" for name in UNUSED_WEIGHTS}
 TEXT = {"config.json": CONFIG, "tokenizer.json": b"{}"}
 REPOSITORIES = {
     "org/sharded": NEEDED | OTHERS,

@@ -33,21 +33,13 @@ SENSIBLE = {
         *("infinigen:index_dtype=float32,basis=svd", "infinigen:query=plain,count=mean"),
         *("infinigen:query=own,layer_budgets=equal", "infinigen:speculate_from=resident"),
     ],
-    "budget": ["0.5", "1"],
-    "partial_ratio": ["0.5"],
-    "rows": ["int8", "auto"],
-    "pool_tokens": ["50%", "60", "all"],
-    "pool_eviction": ["lru", "fifo", "counter"],
-    "transfer": ["xla", "auto"],
-    "weights": ["host", "device"],
-    "schedule": ["layerwise", "fused"],
-    "dtype": ["float32", "bfloat16"],
-    "speculate_from": ["input", "resident"],
-    "temperature": ["0.7"],
-    "top_p": ["0.9"],
-    "hot_set": ["2"],
-    "prompt": ["The king"],
 }
+SENSIBLE |= {"budget": ["0.5", "1"], "partial_ratio": ["0.5"], "rows": ["int8", "auto"]}
+SENSIBLE |= {"pool_tokens": ["50%", "60", "all"], "pool_eviction": ["lru", "fifo", "counter"]}
+SENSIBLE |= {"transfer": ["xla", "auto"], "weights": ["host", "device"], "hot_set": ["2"]}
+SENSIBLE |= {"schedule": ["layerwise", "fused"], "dtype": ["float32", "bfloat16"]}
+SENSIBLE |= {"speculate_from": ["input", "resident"], "prompt": ["The king"]}
+SENSIBLE |= {"temperature": ["0.7"], "top_p": ["0.9"]}
 BANDWIDTHS = ("--device-bandwidth", "9", "--copy-bandwidth", "9")
 BASE: dict[str, list[str]] = {
     "generate": ["--model", "model", "--max-new-tokens", "2"],

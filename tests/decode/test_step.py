@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime import ALL, NEW, RAGGED, SPARSE, copies, engine, finished
+from runtime import ALL, NEW, RAGGED, SPARSE, copies, engine, finished, slow
 
 from infinigen_jax import Engine, Full, Run
 from infinigen_jax.cache.hot_set import HotSet
@@ -67,13 +67,7 @@ def test_bytes_and_fractions():
 
 
 @pytest.mark.parametrize(
-    ("policy", "schedule"),
-    [
-        (HOT, "fused"),
-        (SPARSE, "layerwise"),
-        pytest.param(HOT, "layerwise", marks=pytest.mark.slow),
-    ],
-    ids=str,
+    ("policy", "schedule"), [(HOT, "fused"), (SPARSE, "layerwise"), slow(HOT, "layerwise")], ids=str
 )
 def test_a_step_neither_reads_nor_sends_anything(policy, schedule, monkeypatch):
     run = made(policy, schedule).start(RAGGED, max_new_tokens=NEW)
@@ -99,12 +93,7 @@ def compiled_fused(run: Run) -> str:
 
 
 @pytest.mark.parametrize(
-    "policy",
-    [
-        pytest.param(SPARSE, id="infinigen"),
-        pytest.param(HOT, id="hot", marks=pytest.mark.slow),
-        pytest.param(Full(), id="full", marks=pytest.mark.slow),
-    ],
+    "policy", [SPARSE, slow(HOT), slow(Full())], ids=["infinigen", "hot", "full"]
 )
 def test_the_fused_step_copies_neither_cache_nor_weights(policy):
     run = made(policy).start(RAGGED, max_new_tokens=NEW)

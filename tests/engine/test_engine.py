@@ -90,6 +90,7 @@ def test_settings_and_prompts_out_of_range():
         ({"draft_weights": "int4"}, "draft_weights: nothing is drafted"),
         ({"pool": 100}, r"pool 100: give Pool\(tokens=4096\)"),
         *(({"hot_set": size}, "hot_set") for size in (0.5, -1.0, float("nan"))),
+        ({"hot_set": 1e308}, "hot_set .* at most"),
     ]
     for settings, named in wrong:
         refuses(named, Engine, LAYER, **settings)
@@ -113,6 +114,7 @@ def test_settings_and_prompts_out_of_range():
         ([5, [6]], 4, "a token is a whole number"),
         ([[5] * 256], 1, "the prompt has 256 tokens, which is too long: the model has 256"),
         ([[5], [5] * 256], 1, "prompt 2 of 2 has 256 tokens"),
+        ([[5]], 10**23, "max_new_tokens .* at most"),
     ]
     for prompts, new, named in refused:
         for begin in (made.generate, made.start):
@@ -129,6 +131,7 @@ def test_other_arguments_that_cannot_be_are_refused():
     for wrong in (None, 5, True):
         refuses("prefix", made.generate, [[5]], prefix=wrong)
     refuses("prefix", made.start, [[5, 6]], prefix=-3)
+    refuses("batch .* at most", made.generate, [[5]], batch=10**23)
     for wrong in ("99", 1.5, 1, 1000):
         refuses("context", made.conversation, context=wrong)
     refuses("bytes are no prompt", list, made.conversation().turn(b"a"))

@@ -29,38 +29,27 @@ from infinigen_jax.transfer.host_weights import STAYS
 PROMPTS = [numbers(37), [7], numbers(21)]  # one shorter than window and sinks together
 # `index_rest` needs tail blocks of 32 or more tokens; the longest prompt has two.
 TAIL = dataclasses.replace(SPARSE, tail=True, tail_tokens=32, index_dtype="int4", partial_ratio=1.0)
+ONE_MEAN = dataclasses.replace(SPARSE, tail=True, tail_tokens=0)
 
 
 class Family(NamedTuple):
     """Settings that determine the tokens; `settings` are the engine's."""
 
     policy: Policy
-    dense_layers: int = 1
     model: str = "gqa"
     dtype: str = "float32"
+    dense_layers: int = 0
     settings: dict[str, Any] = {}
 
 
 FAMILIES = {
     "full": Family(Full(), dense_layers=2),  # everything on the device
-    "sparse": Family(SPARSE, dense_layers=0),
-    "resident": Family(
-        dataclasses.replace(TAIL, speculate_from="resident"), dtype="bfloat16", dense_layers=0
-    ),
-    "small-rows": Family(
-        dataclasses.replace(TAIL, query="own"),
-        dense_layers=0,
-        model="one",
-        settings={"rows": "int8"},
-    ),
-    "opt": Family(SPARSE, model="opt", dense_layers=0),
-    "h2o": Family(H2O(budget=0.2, window=4, sinks=2), 0, model="one", dtype="bfloat16"),
-    "pool": Family(
-        dataclasses.replace(SPARSE, tail=True, tail_tokens=0),
-        dense_layers=0,
-        model="one",
-        settings={"pool": Pool(tokens=18)},
-    ),
+    "sparse": Family(SPARSE),
+    "resident": Family(dataclasses.replace(TAIL, speculate_from="resident"), dtype="bfloat16"),
+    "small-rows": Family(dataclasses.replace(TAIL, query="own"), "one", settings={"rows": "int8"}),
+    "opt": Family(SPARSE, "opt"),
+    "h2o": Family(H2O(budget=0.2, window=4, sinks=2), "one", "bfloat16"),
+    "pool": Family(ONE_MEAN, "one", settings={"pool": Pool(tokens=18)}),
 }
 
 
@@ -85,35 +74,20 @@ class Case(NamedTuple):
 HOST: dict[str, Any] = {"weights": "host"}
 CHUNKS: dict[str, Any] = {"prefill_chunk": 16}
 HOT: dict[str, Any] = {"hot_set": 2.0}
+POOL: dict[str, Any] = {"pool": Pool(share=1.0), "hot_set": 1.0}
+OWN = dataclasses.replace(ALL, query="own")
+RESIDENT = dataclasses.replace(ALL, speculate_from="resident")
+# It streams the first layer.
+PAPER = InfiniGenPaper(alpha=float("inf"), budget=1.0, count="head", streamed_layers=1)
 CASES = {
-    "everything": Case("full", "fused", CHUNKS, policy=ALL, dense_layers=1),
-    "everything-moved": Case(
-        *("full", "layerwise", HOT | HOST),
-        policy=dataclasses.replace(ALL, speculate_from="resident"),
-        dense_layers=0,
-        crosses=True,
-    ),
-    "everything-own-query": Case(
-        *("full", "fused", {"check": True}),
-        policy=dataclasses.replace(ALL, query="own"),
-        dense_layers=0,
-    ),
-    "everything-pool": Case(
-        *("full", "fused", {"pool": Pool(share=1.0), "hot_set": 1.0} | HOST),
-        policy=ALL,
-        dense_layers=1,
-        crosses=True,
-    ),
-    "streamed": Case(
-        *("full", "layerwise", CHUNKS), policy=Full(window=5, sinks=2), dense_layers=0, batch=2
-    ),
-    "streamed-moved": Case("full", "fused", policy=Full(), dense_layers=1, crosses=True),
-    "paper": Case(  # streams the first layer
-        *("full", "layerwise"),
-        policy=InfiniGenPaper(alpha=float("inf"), budget=1.0, count="head", streamed_layers=1),
-        dense_layers=0,
-    ),
-    "oracle": Case("full", "layerwise", HOT, policy=Oracle(budget=1.0, window=4), dense_layers=0),
+    "everything": Case("full", "fused", CHUNKS, ALL, 1),
+    "everything-moved": Case("full", "layerwise", HOT | HOST, RESIDENT, 0, crosses=True),
+    "everything-own-query": Case("full", "fused", {"check": True}, OWN, 0),
+    "everything-pool": Case("full", "fused", POOL | HOST, ALL, 1, crosses=True),
+    "streamed": Case("full", "layerwise", CHUNKS, Full(window=5, sinks=2), 0, batch=2),
+    "streamed-moved": Case("full", "fused", {}, Full(), 1, crosses=True),
+    "paper": Case("full", "layerwise", {}, PAPER, 0),
+    "oracle": Case("full", "layerwise", HOT, Oracle(budget=1.0, window=4), 0),
     "sparse": Case("sparse", "fused", HOT | HOST),
     "sparse-moved": Case("sparse", "layerwise", HOT | HOST, crosses=True),
     "resident": Case("resident", "layerwise", HOT, batch=2),

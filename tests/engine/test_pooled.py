@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runtime import ALL, NEW, RAGGED, SPARSE, engine, plain_pass, random_model, score
+from runtime import ALL, NEW, RAGGED, SPARSE, engine, plain_pass, random_model, score, slow
 from tiny import refuses
 
 from infinigen_jax import Engine, Pool, Run
@@ -48,11 +48,7 @@ def live(run: Run) -> list[list[list[np.ndarray]]]:
 
 
 @pytest.mark.parametrize(
-    "policy, eviction",
-    [
-        pytest.param(Full(window=4), "fifo", id="full", marks=pytest.mark.slow),
-        pytest.param(ALL, "lru", id="infinigen"),
-    ],
+    ("policy", "eviction"), [slow(Full(window=4), "fifo"), (ALL, "lru")], ids=["full", "infinigen"]
 )
 def test_evicted_rows_are_masked_in_full_attention(policy, eviction):
     """Every live row is fetched, so attention is over exactly the live rows."""

@@ -61,14 +61,16 @@ def cuda_version() -> int | None:
     return None
 
 
-def on_host(shape, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    """Return an argument in pinned host memory; no memory is allocated."""
-    return _abstract(shape, dtype, "pinned_host")
+def _abstract(memory: str, shape, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    """Return an argument in a memory of the device or the host; nothing is allocated."""
+    # NamedSharding, because a ShapeDtypeStruct with a SingleDeviceSharding loses the memory space.
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:1]), ("device",))
+    sharding = jax.NamedSharding(mesh, jax.P(), memory_kind=memory)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def on_device(shape, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    """Return an argument in device memory; no memory is allocated."""
-    return _abstract(shape, dtype, "device")
+on_device = functools.partial(_abstract, "device")
+on_host = functools.partial(_abstract, "pinned_host")
 
 
 def compile_for_gpu(
@@ -95,13 +97,6 @@ def compile_for_gpu(
         if name.endswith("_size_in_bytes")
     }
     return Program(executable.hlo_modules()[0].to_string(), memory)
-
-
-def _abstract(shape, dtype, memory_kind):
-    # NamedSharding, because a ShapeDtypeStruct with a SingleDeviceSharding loses the memory space.
-    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:1]), ("device",))
-    sharding = jax.NamedSharding(mesh, jax.P(), memory_kind=memory_kind)
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 @functools.cache

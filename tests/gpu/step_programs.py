@@ -23,16 +23,8 @@ from benchmarks.prefill import cache_shapes
 from infinigen_jax import InfiniGen, Pool, cuda
 from infinigen_jax.cache.cache import Cache, HostLayer
 from infinigen_jax.cache.host_array import Placement, default_mesh
+from infinigen_jax.decode import state
 from infinigen_jax.decode.layer import Decoder
-from infinigen_jax.decode.state import (
-    Carry,
-    Counts,
-    Fetched,
-    LayerInputs,
-    LayerState,
-    Target,
-    Weights,
-)
 from infinigen_jax.decode.steps import steps
 from infinigen_jax.loading.load import Ahead, Basis, Model
 from infinigen_jax.models import ModelConfig, blueprint
@@ -50,22 +42,11 @@ TRANSFERS = pytest.mark.parametrize(
     "transfer", [XlaTransfer(), CudaTransfer()], ids=["xla", "cuda"]
 )
 DTYPE = jnp.dtype(jnp.bfloat16)
+SETTINGS: dict[str, Any] = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2816}
+SETTINGS |= {"num_heads": 16, "num_kv_heads": 8, "head_dim": 64, "max_positions": CAPACITY}
+SETTINGS |= dict.fromkeys(("tie_embeddings", "attention_bias", "mlp_bias"), False)
 CONFIG = ModelConfig(
-    family="llama",
-    vocab_size=8192,
-    hidden_size=1024,
-    intermediate_size=2816,
-    num_layers=LAYERS,
-    num_heads=16,
-    num_kv_heads=8,
-    head_dim=64,
-    max_positions=CAPACITY,
-    norm_eps=1e-5,
-    activation="silu",
-    tie_embeddings=False,
-    attention_bias=False,
-    mlp_bias=False,
-    rope=Rope(),
+    family="llama", num_layers=LAYERS, norm_eps=1e-5, activation="silu", rope=Rope(), **SETTINGS
 )
 # Every other layer attends to a window.
 WINDOW = 1024
@@ -102,16 +83,10 @@ def decoder(
     config: ModelConfig = CONFIG,
     speculate_from: str = "input",
 ) -> Decoder:
-    return Decoder(
-        config,
-        DTYPE,
-        dataclasses.replace(POLICY, speculate_from=speculate_from),
-        transfer or XlaTransfer(),
-        DENSE,
-        default_mesh(),
-        hot_set=hot_set,
-        weights_on_host=weights_on == "host",
-    )
+    policy = dataclasses.replace(POLICY, speculate_from=speculate_from)
+    given: dict[str, Any] = {"hot_set": hot_set, "weights_on_host": weights_on == "host"}
+    chosen = transfer or XlaTransfer()
+    return Decoder(config, DTYPE, policy, chosen, DENSE, default_mesh(), **given)
 
 
 def _shaped(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
@@ -124,7 +99,7 @@ def _placed(tree: Any, sharding: Any) -> Any:
 
 
 @functools.cache
-def weights(weights_on: str = "device", config: ModelConfig = CONFIG) -> Weights:
+def weights(weights_on: str = "device", config: ModelConfig = CONFIG) -> state.Weights:
     """Return the shapes of everything constant."""
     architecture = blueprint(config, DTYPE)
     params = {
@@ -146,7 +121,7 @@ def weights(weights_on: str = "device", config: ModelConfig = CONFIG) -> Weights
         return tuple(POLICY.prepare(model, i) for i in decoder(config=config).on_host)
 
     policy = jax.eval_shape(prepare, params)
-    constant = _placed(Weights(params, policy), Placement(default_mesh()).whole)
+    constant = _placed(state.Weights(params, policy), Placement(default_mesh()).whole)
     layers = constant.params["layers"]
     there = jax.tree.map(
         lambda x, place: _shaped(x.shape, x.dtype, place),
@@ -176,26 +151,20 @@ def fused(transfer: Transfer | None = None, hot_set: float = 0.0, **given: Any) 
     made = decoder(transfer, hot_set, **given)
     cache, weights_on = _cache(made), "host" if made.weights_on_host else "device"
     with mock.patch.object(cuda, "in_use", lambda: made.transfer.name == "cuda"):
-        return compile_for_gpu(
-            steps.__wrapped__(made).fused,  # not a trace of the other kind
-            weights(weights_on, made.config),
-            *cache.parts(observes=False),
-            cache.lengths,
-            options=options,
-        )
+        step = steps.__wrapped__(made).fused  # not a trace of the other kind
+        arguments = weights(weights_on, made.config), *cache.parts(observes=False), cache.lengths
+        return compile_for_gpu(step, *arguments, options=options)
 
 
-def _carry() -> Carry:
+def _carry() -> state.Carry:
     """Return the carry into a layer on the host, with its rows fetched."""
     at = Placement(default_mesh())
     b, k = BATCH, CONFIG.num_kv_heads
-    request = Request(
-        _shaped((b, k, FETCHED), jnp.int32, at.rows), _shaped((b, k), jnp.int32, at.rows)
-    )
+    request = Request(*(_shaped(shape, jnp.int32, at.rows) for shape in ((b, k, FETCHED), (b, k))))
     rows = _shaped((b, k, FETCHED, 2 * CONFIG.head_dim), DTYPE, at.rows)
     x = _shaped((b, CONFIG.hidden_size), DTYPE, at.batch)
     fetched = _shaped((b,), jnp.int32, at.batch)
-    return Carry(x, Fetched(request, rows), Counts(fetched, fetched))
+    return state.Carry(x, state.Fetched(request, rows), state.Counts(fetched, fetched))
 
 
 @functools.cache
@@ -204,36 +173,23 @@ def fetching_layer(
 ) -> Program:
     """Return a host layer that fetches for the next one, as the layerwise schedule runs it."""
     made, constant = decoder(transfer, hot_set, weights_on), weights()
-    cache = _cache(made)
-    target = Target(constant.params["layers"][-1], constant.policy[-1], cache.states[-1], _scalar())
+    cache, layers = _cache(made), constant.params["layers"]
+    target = state.Target(layers[-1], constant.policy[-1], cache.states[-1], _scalar())
     place = HostLayer(_scalar(), SCALES, constant.policy[0], cache.states[0])
-    params, upcoming = constant.params["layers"][DENSE], []
-    if weights_on == "host":
-        upcoming = weights("host").params["layers"][-1:]
+    upcoming = weights("host").params["layers"][-1:] if weights_on == "host" else []
+    given = state.LayerInputs(layers[DENSE], upcoming, cache.host, place, target, cache.lengths)
+    local = state.LayerState(cache.local[-1], cache.hot[-1] if hot_set else None, None)
     with mock.patch.object(cuda, "in_use", lambda: made.transfer.name == "cuda"):
-        return compile_for_gpu(
-            steps(made).pieces.layers,
-            [LayerInputs(params, upcoming, cache.host, place, target, cache.lengths)],
-            [LayerState(cache.local[-1], cache.hot[-1] if hot_set else None, None)],
-            _carry(),
-        )
+        return compile_for_gpu(steps(made).pieces.layers, [given], [local], _carry())
 
 
 @functools.cache
 def flush() -> Program:
     """Return the update of the host cache, once every `window` steps."""
     cache = _cache()
-    return compile_for_gpu(
-        steps(decoder()).flush,
-        weights().policy[0],
-        _scalar(),
-        cache.host,
-        cache.states[0],
-        cache.local[-1],
-        SCALES,
-        cache.lengths,
-        keywords={"streams": False},
-    )
+    layer = cache.host, cache.states[0], cache.local[-1], SCALES
+    given = (weights().policy[0], _scalar(), *layer, cache.lengths)
+    return compile_for_gpu(steps(decoder()).flush, *given, keywords={"streams": False})
 
 
 @functools.cache
@@ -253,55 +209,33 @@ def flush_pool() -> Program:
 @functools.cache
 def prompt_layer(weights_on: str = "device", by_cudnn: bool = False) -> Program:
     """Return one layer on the host over a chunk of a prompt."""
-    at = Placement(default_mesh())
-    cache, constant = _cache(), weights()
-    upcoming = tuple(weights("host").params["layers"][-1:])
+    at, cache = Placement(default_mesh()), _cache()
+    upcoming = tuple(weights("host").params["layers"][-1:]) if weights_on == "host" else ()
+    layer, span = weights().params["layers"][DENSE], Span(cache.lengths, cache.lengths)
+    x = _shaped((BATCH, PROMPT, CONFIG.hidden_size), DTYPE, at.batch)
+    given = (layer, x, None, (cache.host, _scalar(), SCALES), upcoming, span, cache.lengths)
     program = read_layer.compile(decoder(weights_on=weights_on))  # traced again
     with cudnn_attention() if by_cudnn else contextlib.nullcontext():
-        return compile_for_gpu(
-            program,
-            constant.params["layers"][DENSE],
-            _shaped((BATCH, PROMPT, CONFIG.hidden_size), DTYPE, at.batch),
-            None,
-            (cache.host, _scalar(), SCALES),
-            upcoming if weights_on == "host" else (),
-            Span(cache.lengths, cache.lengths),
-            cache.lengths,
-        )
+        return compile_for_gpu(program, *given)
 
 
 @contextlib.contextmanager
 def cudnn_attention() -> Iterator[None]:
     """Act like a GPU with cuDNN: JAX asks about the GPU before it calls cuDNN."""
-    answers = {
-        "check_cudnn_version": 91200,
-        "check_compute_capability": True,
-        "is_cuda_compute_capability_equal": False,
-    }
-    with (
-        mock.patch.multiple(
-            fused_attention_stablehlo,
-            **{name: mock.Mock(return_value=answer) for name, answer in answers.items()},
-        ),
-        mock.patch.object(fused_attention, "usable", lambda *_: True),
-    ):
+    answers = {"check_cudnn_version": 91200, "check_compute_capability": True}
+    answers |= {"is_cuda_compute_capability_equal": False}
+    asked = {name: mock.Mock(return_value=answer) for name, answer in answers.items()}
+    usable = mock.patch.object(fused_attention, "usable", lambda *_: True)
+    with mock.patch.multiple(fused_attention_stablehlo, **asked), usable:
         yield
 
 
 @functools.cache
 def keep_rows() -> Program:
     """Return the rows that the layer writes."""
-    at = Placement(default_mesh())
-    cache, constant = _cache(), weights()
-    return compile_for_gpu(
-        keep.of(decoder()),
-        constant.policy[0],
-        _shaped((BATCH, CONFIG.num_kv_heads, PROMPT, 2 * CONFIG.head_dim), DTYPE, at.rows),
-        Span(cache.lengths, cache.lengths),
-        cache.local[-1],
-        cache.states[-1],
-        SCALES,
-        cache.host,
-        _scalar(),
-        keywords={"streams": False},
-    )
+    at, cache = Placement(default_mesh()), _cache()
+    shape = (BATCH, CONFIG.num_kv_heads, PROMPT, 2 * CONFIG.head_dim)
+    rows, span = _shaped(shape, DTYPE, at.rows), Span(cache.lengths, cache.lengths)
+    kept_there = cache.local[-1], cache.states[-1], SCALES, cache.host, _scalar()
+    given = (weights().policy[0], rows, span, *kept_there)
+    return compile_for_gpu(keep.of(decoder()), *given, keywords={"streams": False})

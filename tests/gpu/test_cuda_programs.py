@@ -5,18 +5,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+import reading as hlo
 import step_programs as sp
 from compile_for_gpu import Program, compile_for_gpu, on_device, on_host
-from reading import (
-    Instruction,
-    copies,
-    host_copies,
-    independent,
-    large_results,
-    launched,
-    products,
-    schedule,
-)
 
 from infinigen_jax.cuda import calls, launch, nvrtc
 from infinigen_jax.cuda.launch import KERNELS, TARGET
@@ -26,13 +17,13 @@ HOT_SET = 2.0
 HOT_ENTRIES = sp.decoder(hot_set=HOT_SET).hot_entries(sp.CAPACITY)
 
 
-def step_of(program: Program) -> list[Instruction]:
+def step_of(program: Program) -> list[hlo.Instruction]:
     """Return the launches of the computation that has the transfers."""
-    (body,) = (b for b in schedule(program).values() if any(map(is_fetch, b)))
+    (body,) = (b for b in hlo.schedule(program).values() if any(map(is_fetch, b)))
     return body
 
 
-def is_fetch(i: Instruction) -> bool:
+def is_fetch(i: hlo.Instruction) -> bool:
     """Return whether this starts a gather; newer versions of JAX also start parts of its result."""
     return i.opcode == "call-start" and len(i.operands) > 1
 
@@ -43,9 +34,9 @@ def test_attention_and_mlp_can_run_during_a_fetch(hot_set: float):
     body = step_of(program)
     fetches = [i for i in body if is_fetch(i)]
     for number, fetch in zip(sp.FETCHING, fetches, strict=True):
-        free = independent(program, fetch)
+        free = hlo.independent(program, fetch)
         for scope in ("attention", "mlp"):
-            work = products(body, f"layer{number}/{scope}")
+            work = hlo.products(body, f"layer{number}/{scope}")
             there = [i for i in work if i in free]
             # The projection to q, k and v comes before: it is one product with the speculation's.
             assert there and len(work) - len(there) <= (scope == "attention")
@@ -65,8 +56,8 @@ def test_attention_and_the_mlp_can_run_during_a_fetch_by_what_is_resident():
     body = step_of(program)
     fetches = [i for i in body if is_fetch(i)]
     for number, fetch in zip(sp.FETCHING, fetches, strict=True):
-        free = independent(program, fetch)
-        mlp, attention = (products(body, f"layer{number}/{s}") for s in ("mlp", "attention"))
+        free = hlo.independent(program, fetch)
+        mlp, attention = (hlo.products(body, f"layer{number}/{s}") for s in ("mlp", "attention"))
         assert mlp and all(i in free for i in mlp)
         # Attention to all rows does not wait for it; it needs attention to the resident ones.
         resident = [i for i in attention if "/resident/" in i.op_name]
@@ -88,10 +79,10 @@ def test_a_step_is_one_graph(hot_set: float, tmp_path: Path):
 @pytest.mark.parametrize("hot_set", [0.0, HOT_SET])
 def test_nothing_is_staged_or_copied(hot_set: float):
     program = sp.fused(CudaTransfer(), hot_set)
-    assert not host_copies(program, 1024)
+    assert not hlo.host_copies(program, 1024)
     assert program.memory["host_temp"] == 0
-    assert not [copy for copy in copies(program, 1024) if copy.nbytes >= sp.FETCHED_BYTES]
-    assert not large_results(program, sp.LAYER_BYTES)
+    assert not [copy for copy in hlo.copies(program, 1024) if copy.nbytes >= sp.FETCHED_BYTES]
+    assert not hlo.large_results(program, sp.LAYER_BYTES)
     hot_rows = sp.HEADS * HOT_ENTRIES * sp.ROW
     in_place = program.memory["alias"] - sp.fused().memory["alias"]
     assert in_place >= (sp.LAYERS - sp.DENSE) * hot_rows * (hot_set > 0)
@@ -100,10 +91,10 @@ def test_nothing_is_staged_or_copied(hot_set: float):
 def test_a_layer_of_its_own_call_fetches_the_same_way():
     program = sp.fetching_layer(transfer=CudaTransfer(), hot_set=HOT_SET)
     (fetch,) = (i for i in step_of(program) if is_fetch(i))
-    mlp = products(step_of(program), "mlp")
-    assert mlp and all(i in independent(program, fetch) for i in mlp)
-    assert not host_copies(program, 1024)
-    assert not [copy for copy in copies(program, 1024) if copy.nbytes >= sp.FETCHED_BYTES]
+    mlp = hlo.products(step_of(program), "mlp")
+    assert mlp and all(i in hlo.independent(program, fetch) for i in mlp)
+    assert not hlo.host_copies(program, 1024)
+    assert not [copy for copy in hlo.copies(program, 1024) if copy.nbytes >= sp.FETCHED_BYTES]
     assert program.memory["alias"] >= sp.RESIDENT_BYTES + sp.HEADS * HOT_ENTRIES * sp.ROW
 
 
@@ -112,7 +103,7 @@ def test_the_directory_of_the_hot_set_is_replaced_in_place():
     arguments = [on_device(s, jnp.int32) for s in [(b, k, n), (b, k), (b,), (b, k, h), (b, k, h)]]
     place = on_device((b, k, t), jnp.int16)
     program = compile_for_gpu(calls.replace_entries, *arguments, place, donate_argnums=(3, 4, 5))
-    assert not copies(program, 1024)
+    assert not hlo.copies(program, 1024)
     assert program.memory["alias"] == b * k * (2 * h * 4 + t * 2)
 
 
@@ -122,7 +113,7 @@ def test_selection_is_one_launch():
 
     scores, positions = on_device((2, 8, 4, 8192), jnp.float32), on_device((2,), jnp.int32)
     program = compile_for_gpu(select, scores, positions)
-    assert [i.target for i in launched(program)] == [TARGET]
+    assert [i.target for i in hlo.launched(program)] == [TARGET]
 
 
 def test_a_gpu_newer_than_the_compiler_gets_code_for_the_newest_known():
@@ -154,17 +145,12 @@ def test_kernels_are_part_of_the_program(architecture: int, monkeypatch: pytest.
         reused = calls.gather(host, layer, chosen, count, *hot, blocks=16, threads=512)
         return found, rest, calls.attend_rows(q, rows, count, None), fetched, reused
 
+    q, index = on_device((b, k, g, d), jnp.float32), on_device((b, k, d // 8 + 1, t), jnp.uint32)
+    positions, rows = on_device((b,), jnp.int32), on_device((b, k, n, 2 * d))
     directory = on_device((b, k, h), jnp.int32)
-    program = compile_for_gpu(
-        every,
-        on_device((b, k, g, d), jnp.float32),
-        on_device((b, k, d // 8 + 1, t), jnp.uint32),
-        on_device((b,), jnp.int32),
-        on_device((b, k, n, 2 * d), jnp.bfloat16),
-        *(directory, directory),
-        *(on_device((b, k, t), dtype) for dtype in (jnp.int16, jnp.int32)),
-        on_host((1, b, k, t, 2 * d)),
-        on_device((b, k, h, 2 * d), jnp.bfloat16),
-    )
+    places = [on_device((b, k, t), dtype) for dtype in (jnp.int16, jnp.int32)]
+    host, hot = on_host((1, b, k, t, 2 * d)), on_device((b, k, h, 2 * d))
+    given = (q, index, positions, rows, directory, directory, *places, host, hot)
+    program = compile_for_gpu(every, *given)
     assert all(program.hlo.count(f".entry {kernel}_entry(") == 1 for kernel in KERNELS)
     assert program.hlo.count(f".target sm_{architecture}") == len(KERNELS)

@@ -21,7 +21,7 @@ from runtime import RAGGED, SPARSE, random_model
 
 from infinigen_jax import Engine, Pool, cuda
 from infinigen_jax.decode.steps import steps
-from infinigen_jax.policies import POLICIES
+from infinigen_jax.policies import POLICIES, InfiniGen, Policy
 from infinigen_jax.prefill.compiled import read_layer
 from infinigen_jax.programs.program import Program
 from infinigen_jax.transfer import CudaTransfer, XlaTransfer
@@ -31,74 +31,38 @@ pytestmark = pytest.mark.slow
 INFINIGEN = dataclasses.replace(
     SPARSE, tail=True, partial_ratio=1.0, index_dtype="int4", tail_tokens=8
 )
-ONE_MEAN = {"tail_tokens": 0}
-FULL = POLICIES["full"]()
-CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
-    **{f"a model, {name}": (name, INFINIGEN, {}) for name in ("gqa", "opt", "windows", "qwen3")},
-    **{
-        f"bfloat16, {name}": (name, INFINIGEN, {"dtype": "bfloat16"})
-        for name in ("gqa", "opt", "windows")
-    },
-    **{
-        f"policy {name}": ("gqa", kind(), {"dense_layers": int(name == "infinigen-paper")})
-        for name, kind in POLICIES.items()
-    },
-    **{
-        f"{setting} {value}": ("gqa", dataclasses.replace(INFINIGEN, **{setting: value}), {})
-        for setting, values in {
-            "count": ("mean",),
-            "query": ("own",),
-            "speculate_from": ("resident",),
-            "index_dtype": ("float32", "bfloat16"),
-            "tail_tokens": (0,),
-            "tail": (False,),
-        }.items()
-        for value in values
-    },
-    **{
-        f"rows {rows}, {what}": ("gqa", policy, {"rows": rows, **settings})
+FULL, ONE_MEAN = POLICIES["full"](), dataclasses.replace(INFINIGEN, tail_tokens=0)
+CHANGES: list[dict[str, Any]] = [
+    *({"count": "mean"}, {"query": "own"}, {"speculate_from": "resident"}, {"tail": False}),
+    *({"index_dtype": "float32"}, {"index_dtype": "bfloat16"}, {"tail_tokens": 0}),
+]
+HOT, ON_HOST, POOL = {"hot_set": 2.0}, {"dense_layers": 0}, {"pool": Pool(share=0.8)}
+WEIGHTS, LAYERWISE = {"weights": "host"}, {"schedule": "layerwise"}
+PREFIX, WAITING = {"prefix": range(3, 43)}, {"batch": 1}
+CHUNKS = {"prefix": range(3, 93), "prefill_chunk": 64}
+SETTINGS: list[dict[str, Any]] = [HOT, HOT | LAYERWISE, WEIGHTS, LAYERWISE, {"check": True}]
+SETTINGS += [PREFIX, WAITING, CHUNKS]
+POOLS = [{"pool": Pool(share=0.8, eviction=name)} for name in ("fifo", "lru", "counter")]
+LOSSLESS: dict[str, Any] = {"lossless": True, "draft_tokens": 3}
+VERIFIED = [{"rows": "int8"}, WEIGHTS, PREFIX, WAITING]
+CASES: list[tuple[str, Policy, dict[str, Any]]] = [
+    *((name, INFINIGEN, {}) for name in ("gqa", "opt", "windows", "qwen3")),
+    *((name, INFINIGEN, {"dtype": "bfloat16"}) for name in ("gqa", "opt", "windows")),
+    *(("gqa", kind(), ON_HOST) for name, kind in POLICIES.items() if name != "infinigen-paper"),
+    ("gqa", POLICIES["infinigen-paper"](), {}),
+    *(("gqa", dataclasses.replace(INFINIGEN, **changes), {}) for changes in CHANGES),
+    *(
+        ("gqa", policy, {"rows": rows, **settings})
         for rows in ("int8", "int4")
-        for what, policy, settings in (
-            ("infinigen", INFINIGEN, {}),
-            ("hot set", INFINIGEN, {"hot_set": 2.0}),
-            ("full", FULL, {"dense_layers": 0}),
-        )
-    },
-    **{
-        f"hot set, {name}": ("gqa", INFINIGEN, {"hot_set": 2.0, **settings})
-        for name, settings in {"lru": {}, "layerwise": {"schedule": "layerwise"}}.items()
-    },
-    **{
-        f"pool, {name}": (
-            "gqa",
-            dataclasses.replace(INFINIGEN, **ONE_MEAN),
-            {"pool": Pool(share=0.8, eviction=name)},
-        )
-        for name in ("fifo", "lru", "counter")
-    },
-    "pool, hot set": (
-        "gqa",
-        dataclasses.replace(INFINIGEN, **ONE_MEAN),
-        {"pool": Pool(share=0.8), "hot_set": 2.0},
+        for policy, settings in ((INFINIGEN, {}), (INFINIGEN, HOT), (FULL, ON_HOST))
     ),
-    "pool, full": ("gqa", FULL, {"pool": Pool(share=0.8), "dense_layers": 0}),
-    "weights on the host": ("gqa", INFINIGEN, {"weights": "host"}),
-    "layerwise": ("gqa", INFINIGEN, {"schedule": "layerwise"}),
-    "checked": ("gqa", INFINIGEN, {"check": True}),
-    "a shared prefix": ("gqa", INFINIGEN, {"prefix": list(range(3, 43))}),
-    "waiting prompts": ("gqa", INFINIGEN, {"batch": 1}),
-    "chunks": ("gqa", INFINIGEN, {"prefix": list(range(3, 93)), "prefill_chunk": 64}),
-    **{
-        f"lossless, {name}": (model, INFINIGEN, {"lossless": True, "draft_tokens": 3, **settings})
-        for name, model, settings in (
-            ("rows int8", "gqa", {"rows": "int8"}),
-            ("weights on the host", "gqa", {"weights": "host"}),
-            ("a shared prefix", "gqa", {"prefix": list(range(3, 43))}),
-            ("waiting prompts", "gqa", {"batch": 1}),
-            ("soft caps", "gemma2", {"dense_layers": 0}),
-        )
-    },
-}
+    *(("gqa", INFINIGEN, settings) for settings in SETTINGS),
+    *(("gqa", ONE_MEAN, pool) for pool in POOLS),
+    ("gqa", ONE_MEAN, POOL | HOT),
+    ("gqa", FULL, POOL | ON_HOST),
+    *(("gqa", INFINIGEN, LOSSLESS | settings) for settings in VERIFIED),
+    ("gemma2", INFINIGEN, LOSSLESS | ON_HOST),
+]
 
 
 class Call(NamedTuple):
@@ -135,9 +99,19 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Call]:
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_it_compiles(case: str, calls: dict[str, Call], monkeypatch: pytest.MonkeyPatch):
-    name, policy, given = CASES[case]
+def label(value: Any) -> str:
+    """Return a model's name, a policy's with what differs from INFINIGEN, or settings."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Policy):
+        usual = vars(INFINIGEN if isinstance(value, InfiniGen) else value)
+        others = {name: x for name, x in vars(value).items() if x != usual.get(name)}
+        value = {"policy": value.name} | others
+    return " ".join(f"{name}={x}" for name, x in value.items())
+
+
+@pytest.mark.parametrize(("name", "policy", "given"), CASES, ids=label)
+def test_it_compiles(name, policy, given, calls: dict[str, Call], monkeypatch: pytest.MonkeyPatch):
     settings: dict[str, Any] = {"dense_layers": 1, **given}
     model = random_model(name, settings.pop("dtype", "float32"))
     asked = {key: settings.pop(key) for key in ("prefix", "batch") if key in settings}

@@ -63,25 +63,16 @@ def tail(kernels: bool) -> Program:
         assert tail is not None
         return tail.score, tail.shift
 
-    size = POLICY.request_size(T)
+    real, whole = (functools.partial(array, dtype=dtype) for dtype in (jnp.float32, jnp.int32))
+    weights = {"own": real(K, COLUMNS, D), "slope": real(K, POLICY.tail_columns, D)}
+    weights |= {"mean": real(K, D), "centre": real(K, COLUMNS)}
+    index = array(*INDEX.shape, dtype=INDEX.dtype)
+    request = Request(whole(B, K, POLICY.request_size(T)), whole(B, K))
+    sums = real(B, K, T // POLICY.tail_block, D)
+    local = Resident(array(B, K, decoder.slots.size, 2 * D), sums)
     with mock.patch.object(cuda, "in_use", lambda: kernels):
-        return compile_for_gpu(
-            scores,
-            array(B, K, G, D),
-            {
-                "own": array(K, COLUMNS, D, dtype=jnp.float32),
-                "slope": array(K, POLICY.tail_columns, D, dtype=jnp.float32),
-                "mean": array(K, D, dtype=jnp.float32),
-                "centre": array(K, COLUMNS, dtype=jnp.float32),
-            },
-            array(*INDEX.shape, dtype=INDEX.dtype),
-            Request(array(B, K, size, dtype=jnp.int32), array(B, K, dtype=jnp.int32)),
-            Resident(
-                array(B, K, decoder.slots.size, 2 * D),
-                array(B, K, T // POLICY.tail_block, D, dtype=jnp.float32),
-            ),
-            array(B, dtype=jnp.int32),
-        )
+        given = (array(B, K, G, D), weights, index, request, local, whole(B))
+        return compile_for_gpu(scores, *given)
 
 
 def test_speculation_is_one_launch():

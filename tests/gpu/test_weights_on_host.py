@@ -1,18 +1,8 @@
 """Weights in host memory: layer l+1's are copied while layer l computes, compiled for a GPU."""
 
+import reading as hlo
 import step_programs as sp
 from compile_for_gpu import Program
-from reading import (
-    AsyncPair,
-    assert_overlaps,
-    async_pairs,
-    copies,
-    host_copies,
-    large_results,
-    launched,
-    products,
-    schedule,
-)
 
 from infinigen_jax.transfer import Transfer
 from infinigen_jax.transfer.cuda import CudaTransfer
@@ -22,8 +12,8 @@ MATRICES = len(sp.MOVED)
 REST = sp.FETCHED_BYTES + sum(sp.MOVED) // 4
 
 
-def weight_copies(program: Program) -> list[AsyncPair]:
-    return [pair for pair in async_pairs(program) if pair.start.nbytes in sp.MOVED]
+def weight_copies(program: Program) -> list[hlo.AsyncPair]:
+    return [pair for pair in hlo.async_pairs(program) if pair.start.nbytes in sp.MOVED]
 
 
 @sp.TRANSFERS
@@ -35,13 +25,13 @@ def test_every_layer_hides_the_copy_of_the_next_ones_weights(transfer: Transfer)
         coming = pairs[MATRICES * (layer + 1) :][:MATRICES]
         assert sorted(pair.start.nbytes for pair in coming) == sorted(sp.MOVED)
         for pair in coming:
-            assert_overlaps(program, pair, f"layer{layer}/")
-            assert not products(pair.between, f"layer{layer + 1}/mlp")
+            hlo.assert_overlaps(program, pair, f"layer{layer}/")
+            assert not hlo.products(pair.between, f"layer{layer + 1}/mlp")
 
 
 def test_copies_begin_before_attention():
     """With the `cuda` transfer, which waits for no copy."""
-    work = launched(sp.fused(CudaTransfer(), weights_on="host"))
+    work = hlo.launched(sp.fused(CudaTransfer(), weights_on="host"))
     starts = [i for i, each in enumerate(work) if each.opcode == "copy-start"]
     assert len(starts) == MATRICES * sp.LAYERS
     for layer in range(1, sp.LAYERS - 1):
@@ -57,10 +47,10 @@ def test_copies_begin_before_attention():
 @sp.TRANSFERS
 def test_weights_are_copied_once_and_two_layers_of_them_are_there(transfer: Transfer):
     program = sp.fused(transfer, weights_on="host")
-    copied = [i.nbytes for i in host_copies(program, min(sp.MOVED))]
+    copied = [i.nbytes for i in hlo.host_copies(program, min(sp.MOVED))]
     rows = [sp.FETCHED_BYTES] * (sp.LAYERS - sp.DENSE) if transfer.name == "xla" else []
     assert sorted(copied) == sorted(sp.MOVED * sp.LAYERS + [n for n in rows if n >= min(sp.MOVED)])
-    made = large_results(program, min(sp.MOVED))
+    made = hlo.large_results(program, min(sp.MOVED))
     assert all(i.opcode == "copy-start" for i in made)
     assert program.memory["temp"] < 2 * sum(sp.MOVED) + REST
     staged = sp.FETCHED_BYTES if transfer.name == "xla" else 0
@@ -70,7 +60,7 @@ def test_weights_are_copied_once_and_two_layers_of_them_are_there(transfer: Tran
 def test_rows_still_come_during_the_layer():
     program = sp.fused(weights_on="host")
     for layer, pair in zip(sp.FETCHING, sp.row_copies(program), strict=True):
-        assert_overlaps(program, pair, f"layer{layer}/")
+        hlo.assert_overlaps(program, pair, f"layer{layer}/")
 
 
 def test_a_layer_of_its_own_call_hides_them_too():
@@ -78,7 +68,7 @@ def test_a_layer_of_its_own_call_hides_them_too():
     pairs = weight_copies(program)
     assert sorted(pair.start.nbytes for pair in pairs) == sorted(sp.MOVED)
     for pair in pairs:
-        assert_overlaps(program, pair, "")
+        hlo.assert_overlaps(program, pair, "")
     assert_nothing_else_is_copied(program)
 
 
@@ -86,7 +76,7 @@ def test_a_prompts_layer_hides_them_too():
     program = sp.prompt_layer("host")
     pairs = weight_copies(program)
     assert sorted(pair.start.nbytes for pair in pairs) == sorted(sp.MOVED)
-    (work,) = (body for body in schedule(program).values() if pairs[0].start in body)
+    (work,) = (body for body in hlo.schedule(program).values() if pairs[0].start in body)
     first = next(i for i, each in enumerate(work) if each.op_name.endswith("dot_general"))
     last = max(i for i, each in enumerate(work) if each.op_name.endswith("dot_general"))
     for pair in pairs:
@@ -96,5 +86,5 @@ def test_a_prompts_layer_hides_them_too():
 
 def assert_nothing_else_is_copied(program: Program) -> None:
     """Not the parameters that stay on the device either, with those that are brought."""
-    others = [i for i in copies(program, min(sp.MOVED)) if i.opcode != "copy-start"]
+    others = [i for i in hlo.copies(program, min(sp.MOVED)) if i.opcode != "copy-start"]
     assert not others

@@ -36,6 +36,10 @@ def kinds(pattern: str) -> dict[str, Any]:
     return {"sliding_window": 7, "layer_types": types, "num_hidden_layers": len(types)}
 
 
+def heads(queries: int, keys: int) -> dict[str, Any]:
+    return {"num_attention_heads": queries, "num_key_value_heads": keys}
+
+
 def rope(**changes) -> dict[str, Any]:
     return {"rope_parameters": {"rope_theta": 10000.0} | changes}
 
@@ -51,12 +55,10 @@ GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20}
 CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 6.0}
 BASES = {"sliding_attention": {"rope_theta": 100.0}, "full_attention": {"rope_theta": 1e4}}
 GEMMA3 = GEMMA | {"rope_parameters": BASES, "final_logit_softcapping": 6.0}
-FACTORS = {
-    **{"embedding_multiplier": 1.7, "residual_multiplier": 0.6},
-    **{"attention_multiplier": 0.35, "logits_scaling": 2.5},
-}
+FACTORS = {"embedding_multiplier": 1.7, "residual_multiplier": 0.6}
+FACTORS |= {"attention_multiplier": 0.35, "logits_scaling": 2.5}
 NOPE = {"no_rope_layers": [0, 1]}
-DYNAMIC = rope(rope_type="dynamic", factor=4.0) | {"max_position_embeddings": 16}
+DYNAMIC, SHORT = {"rope_type": "dynamic", "factor": 4.0}, {"max_position_embeddings": 16}
 USED = {"use_sliding_window": True}
 PARTIAL = rope(partial_rotary_factor=0.5)
 
@@ -65,13 +67,10 @@ BY_KIND = {
     "full_attention": YARN | {"rope_theta": 1e4},
 }
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ALPHA = {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0}
+YARN_ALL = YARN | {"beta_fast": 4.0, "beta_slow": 0.5, "truncate": False, "attention_factor": 1.3}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("apertus", GQA | {"head_dim": 12}),
@@ -89,19 +88,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", GQA | GEMMA3 | kinds("sf")),
     "glm": ("glm", GQA | {"head_dim": 12, "partial_rotary_factor": 0.7}),
     "glm4": ("glm4", GQA | {"head_dim": 16}),
-    "glm4 dynamic": (
-        "glm4",
-        {"head_dim": 16, "max_position_embeddings": 16}
-        | rope(rope_type="dynamic", factor=4.0, partial_rotary_factor=0.5),
-    ),
+    "glm4 dynamic": ("glm4", SHORT | {"head_dim": 16} | rope(**DYNAMIC, partial_rotary_factor=0.5)),
     "granite": ("granite", GQA | FACTORS),
     "helium": ("helium", GQA | {"head_dim": 12}),
     "hyperclovax": ("hyperclovax", GQA | FACTORS),
     "hyperclovax plain": ("hyperclovax", {"use_post_norm": False}),
-    "hunyuan": (
-        "hunyuan_v1_dense",
-        GQA | rope(rope_type="dynamic", alpha=50.0, factor=1.0) | {"head_dim": 12},
-    ),
+    "hunyuan": ("hunyuan_v1_dense", GQA | rope(**ALPHA) | {"head_dim": 12}),
     "internlm3": ("internlm3", {"num_key_value_heads": 2, "head_dim": 12}),
     "iquestcoder": ("iquestcoder", GQA | {"head_dim": 12}),
     "jais2": ("jais2", GQA),
@@ -118,12 +110,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo3": ("olmo3", GQA | kinds("sf") | {"rope_parameters": BY_KIND}),
     "opt": ("opt", {}),
     "linear": ("llama", rope(rope_type="linear", factor=4.0)),
-    "dynamic": ("llama", DYNAMIC),
+    "dynamic": ("llama", SHORT | rope(**DYNAMIC)),
     "yarn": ("llama", rope(**YARN)),
-    "yarn, all settings": (
-        "qwen2",
-        rope(**YARN, beta_fast=4.0, beta_slow=0.5, truncate=False, attention_factor=1.3),
-    ),
+    "yarn, all settings": ("qwen2", rope(**YARN_ALL)),
     "phi3": ("phi3", GQA),
     "phi3 longrope": ("phi3", longrope(26, 12)),
     "phi3 parts": ("phi3", GQA | longrope(26, 8, partial_rotary_factor=0.67, factor=3.0)),
@@ -137,26 +126,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "vaultgemma": ("vaultgemma", GQA | GEMMA | CAPS | kinds("sf")),
     "yarn, two scales": ("llama", rope(**YARN, mscale=0.7, mscale_all_dim=1.2)),
 }
+TIED, WIDE = {"tie_word_embeddings": True}, {"head_dim": 20, "hidden_act": "gelu"}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+THETA = rope(rope_type="default", rope_theta=5e5)
+BARE = {"tie_word_embeddings": False, "enable_bias": False}
 # Decoding them differs in nothing from decoding the models above.
 BASIC: dict[str, tuple[str, dict[str, Any]]] = {
-    "one KV head, tied, rope llama3": (
-        "llama",
-        {"num_key_value_heads": 1, "tie_word_embeddings": True} | rope(**LLAMA3),
-    ),
-    "three wide heads, theta, gelu": (
-        "llama",
-        {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 20, "hidden_act": "gelu"}
-        | rope(rope_type="default", rope_theta=5e5),
-    ),
-    "six heads over three, biases": (
-        "llama",
-        {"num_attention_heads": 6, "num_key_value_heads": 3}
-        | {"attention_bias": True, "mlp_bias": True},
-    ),
-    "opt untied, three heads, no biases": (
-        "opt",
-        {"num_attention_heads": 3, "tie_word_embeddings": False, "enable_bias": False},
-    ),
+    "one KV head, tied, rope llama3": ("llama", heads(4, 1) | TIED | rope(**LLAMA3)),
+    "three wide heads, theta, gelu": ("llama", heads(3, 3) | WIDE | THETA),
+    "six heads over three, biases": ("llama", heads(6, 3) | BIASES),
+    "opt untied, three heads, no biases": ("opt", {"num_attention_heads": 3} | BARE),
 }
 
 

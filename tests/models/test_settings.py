@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -46,32 +47,22 @@ def test_a_sequence_does_not_grow_out_of_its_frequencies():
 
 
 HF = LLAMA | {"rope_theta": 1e6, "max_position_embeddings": 32}
+ORIGINAL = "original_max_position_embeddings"
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "positions"),
+    ("scaling", "others", "new", "positions"),
     [
-        ({"rope_scaling": None}, {"rope_type": "default"}, 32),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, {"factor": 2.0}, 64),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, {"factor": 2.0}, 64),
-        (
-            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-            {"factor": 4.0, "original_max_position_embeddings": 32},
-            128,
-        ),
-        (
-            {
-                "rope_scaling": {"type": "yarn", "factor": None},
-                "original_max_position_embeddings": 8,
-            },
-            {"factor": 4.0, "original_max_position_embeddings": 8},
-            32,
-        ),
+        (None, {}, {"rope_type": "default"}, 32),
+        ({"type": "linear", "factor": 2}, {}, {"factor": 2.0}, 64),
+        ({"type": "dynamic", "factor": 2.0}, {}, {"factor": 2.0}, 64),
+        ({"type": "yarn", "factor": 4.0}, {}, {"factor": 4.0, ORIGINAL: 32}, 128),
+        ({"type": "yarn", "factor": None}, {ORIGINAL: 8}, {"factor": 4.0, ORIGINAL: 8}, 32),
     ],
 )
-def test_configurations_of_before_transformers_5(old, new, positions):
-    kind = (old["rope_scaling"] or {}).get("type", "default")
-    before = config_from_hf(HF | old)
+def test_configurations_of_before_transformers_5(scaling, others, new, positions):
+    kind = (scaling or {}).get("type", "default")
+    before = config_from_hf(HF | {"rope_scaling": scaling} | others)
     settled = {"rope_theta": 1e6, "rope_type": kind} | new
     after = {name: value for name, value in HF.items() if name != "rope_theta"}
     assert before == config_from_hf(after | {"rope_parameters": settled})
@@ -162,104 +153,79 @@ def test_windows_of_configurations():
 
 
 BASE = LLAMA | {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-GEMMA = BASE | {"model_type": "gemma3_text", "head_dim": 12}
-PHI = BASE | {"model_type": "phi3"}
-QWEN = BASE | {"model_type": "qwen2"}
-OPT = BASE | {"model_type": "opt", "ffn_dim": 56}
+
+
+def of(family: str, **changes) -> dict[str, Any]:
+    return BASE | {"model_type": family} | changes
+
+
+GEMMA, OPT = of("gemma3_text", head_dim=12), of("opt", ffn_dim=56)
+LINEAR, DYNAMIC = ({"type": kind, "factor": 2.0} for kind in ("linear", "dynamic"))
 SCALED = {"type": "yarn", "factor": 4.0}
+EIGHTFOLD = {"rope_type": "linear", "factor": 8.0}
+FACTORS = {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}
 ALPHA = {"type": "dynamic", "factor": 1.0, "alpha": 50.0}
-HUNYUAN = BASE | {"model_type": "hunyuan_v1_dense", "rope_scaling": ALPHA}
-EXAONE = BASE | {"model_type": "exaone4", "num_key_value_heads": 2}
+EXAONE = of("exaone4", num_key_value_heads=2)
+TWICE = "rope_scaling that contradicts rope_parameters"
+GROWTH = "llama_4_scaling_beta"
 
-REFUSED = {
-    "post-norm": (OPT | {"do_layer_norm_before": False}, "do_layer_norm_before"),
-    "projected": (OPT | {"word_embed_proj_dim": 32}, "word_embed_proj_dim"),
-    "no final norm": (OPT | {"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
-    "rope type": (BASE | {"rope_scaling": {"rope_type": "longrope"}}, "'longrope'"),
-    "rope in parts": (BASE | {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-    "rope by kind": (BASE | {"rope_parameters": {"full_attention": {}}}, "full_attention"),
-    "rope of some layers": (
-        BASE | {"model_type": "smollm3", "rope_scaling": {"type": "dynamic", "factor": 2.0}},
-        "'dynamic' in smollm3 models",
-    ),
-    "rope shrunk": (BASE | {"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor below 1"),
-    "rope twice": (
-        BASE | {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "yarn"}},
-        "rope_scaling that contradicts rope_parameters",
-    ),
-    "rope twice alike": (
-        BASE
-        | {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}
-        | {"rope_scaling": {"type": "linear", "factor": 4.0}},
-        "rope_scaling that contradicts rope_parameters",
-    ),
-    "rope from far": (
-        BASE | {"rope_scaling": SCALED | {"original_max_position_embeddings": 10**12}},
-        "original_max_position_embeddings is 1000000000000",
-    ),
-    "rope to far": (BASE | {"rope_scaling": SCALED | {"factor": 1e300}}, "a context of"),
-    "text missing": ({"model_type": "mistral3"}, "text_config is missing"),
-    "growth": (
-        BASE
-        | {"model_type": "ministral3"}
-        | {"rope_scaling": {"type": "linear", "factor": 2.0, "llama_4_scaling_beta": 0.1}},
-        "llama_4_scaling_beta with rope type 'linear'",
-    ),
-    "hunyuan without heads": (HUNYUAN | {"num_attention_heads": None}, "num_attention_heads"),
-    "hunyuan's base": (HUNYUAN | {"rope_scaling": ALPHA | {"alpha": 1e-300}}, "rope alpha 1e-300"),
-    "exaone without window": (EXAONE | {"sliding_window": 0}, "without a sliding_window"),
-    "exaone's pattern": (EXAONE | {"sliding_window_pattern": "LGLG"}, "sliding_window_pattern"),
-    "rope without factor": (BASE | {"rope_scaling": {"type": "linear"}}, "factor"),
-    "experts": (BASE | {"num_local_experts": 8}, "num_local_experts"),
-    "quantised": (BASE | {"quantization_config": {"bits": 4}}, "quantization_config"),
-    "sliding window": (BASE | {"sliding_window": 4096}, "sliding_window"),
-    "olmo 3": (BASE | {"model_type": "olmo2", "sliding_window": 4096}, "sliding_window"),
-    "layer type": (QWEN | {"layer_types": ["chunked_attention"] * 2}, "'chunked_attention'"),
-    "layer types missing": (QWEN | {"layer_types": ["full_attention"]}, "1 layer_types"),
-    "window missing": (QWEN | {"layer_types": ["sliding_attention"] * 2}, "without a sliding"),
-    "mixed mistral": (
-        BASE | {"model_type": "mistral", "layer_types": ["full_attention"] * 2},
-        "model_type ministral",
-    ),
-    "partial longrope": (
-        PHI | {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}},
-        "'longrope' for heads of its size",
-    ),
-    "yarn in phi3": (PHI | {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn' in a phi3"),
-    "norms": (BASE | {"rms_norm_eps": float("nan")}, "epsilon nan"),
-    "gpt-oss": (BASE | {"model_type": "gpt_oss"}, "'gpt_oss' is not supported: a mixture"),
-    "gemma": (BASE | {"model_type": "gemma3n"}, "'gemma3n' is not supported: of Gemma, the text"),
-    "clipped": (BASE | {"model_type": "iquestcoder", "clip_qkv": 5.0}, "clip_qkv=5.0"),
-    "no positions": (
-        BASE | {"model_type": "cohere", "max_position_embeddings": None},
-        "max_position_embeddings",
-    ),
-    "norms of heads": (BASE | {"model_type": "cohere", "use_qk_norm": True}, "use_qk_norm"),
-    "both ways": (GEMMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
-    "capped gemma 3": (GEMMA | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
-    "cap of 0": (GEMMA | {"final_logit_softcapping": 0}, "final_logit_softcapping 0"),
-    "one rope": (
-        GEMMA | {"rope_parameters": {"rope_type": "linear", "factor": 8.0}},
-        "one rope for all layers of a gemma3",
-    ),
-    "no scalar": (GEMMA | {"query_pre_attn_scalar": None}, "query_pre_attn_scalar"),
-    "family": (BASE | {"model_type": "gpt2"}, "'gpt2' is not supported (supported: apertus"),
-    "no family": ({}, "model_type"),
-    "activation": (BASE | {"hidden_act": "mish"}, "'mish'"),
-    "size missing": (BASE | {"hidden_size": None}, "hidden_size"),
-    "size not a number": (BASE | {"vocab_size": "many"}, "vocab_size"),
-    "uneven groups": (BASE | {"num_key_value_heads": 3}, "3 KV heads"),
-}
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("do_layer_norm_before", OPT | {"do_layer_norm_before": False}),
+    ("word_embed_proj_dim", OPT | {"word_embed_proj_dim": 32}),
+    ("_remove_final_layer_norm", OPT | {"_remove_final_layer_norm": True}),
+    ("'longrope'", of("llama", rope_scaling={"rope_type": "longrope"})),
+    ("partial_rotary_factor 0.5", of("llama", partial_rotary_factor=0.5)),
+    ("full_attention", of("llama", rope_parameters={"full_attention": {}})),
+    ("'dynamic' in smollm3 models", of("smollm3", rope_scaling=DYNAMIC)),
+    ("factor below 1", of("llama", rope_scaling=LINEAR | {"factor": 0.5})),
+    (TWICE, of("llama", rope_parameters={"rope_type": "default"}, rope_scaling={"type": "yarn"})),
+    (TWICE, of("llama", rope_parameters=EIGHTFOLD, rope_scaling=LINEAR)),
+    (f"{ORIGINAL} is 1000000000000", of("llama", rope_scaling=SCALED | {ORIGINAL: 10**12})),
+    ("a context of", of("llama", rope_scaling=SCALED | {"factor": 1e300})),
+    ("text_config is missing", {"model_type": "mistral3"}),
+    (f"{GROWTH} with rope type 'linear'", of("ministral3", rope_scaling=LINEAR | {GROWTH: 0.1})),
+    ("num_attention_heads", of("hunyuan_v1_dense", rope_scaling=ALPHA, num_attention_heads=None)),
+    ("rope alpha 1e-300", of("hunyuan_v1_dense", rope_scaling=ALPHA | {"alpha": 1e-300})),
+    ("without a sliding_window", EXAONE | {"sliding_window": 0}),
+    ("sliding_window_pattern", EXAONE | {"sliding_window_pattern": "LGLG"}),
+    ("factor", of("llama", rope_scaling={"type": "linear"})),
+    ("num_local_experts", of("llama", num_local_experts=8)),
+    ("quantization_config", of("llama", quantization_config={"bits": 4})),
+    ("sliding_window", of("llama", sliding_window=4096)),
+    ("sliding_window", of("olmo2", sliding_window=4096)),
+    ("'chunked_attention'", of("qwen2", layer_types=["chunked_attention"] * 2)),
+    ("1 layer_types", of("qwen2", layer_types=["full_attention"])),
+    ("without a sliding", of("qwen2", layer_types=["sliding_attention"] * 2)),
+    ("model_type ministral", of("mistral", layer_types=["full_attention"] * 2)),
+    ("'longrope' for heads of its size", of("phi3", rope_scaling=FACTORS)),
+    ("'yarn' in a phi3", of("phi3", rope_scaling=SCALED)),
+    ("epsilon nan", of("llama", rms_norm_eps=float("nan"))),
+    ("'gpt_oss' is not supported: a mixture", of("gpt_oss")),
+    ("'gemma3n' is not supported: of Gemma, the text", of("gemma3n")),
+    ("clip_qkv=5.0", of("iquestcoder", clip_qkv=5.0)),
+    ("max_position_embeddings", of("cohere", max_position_embeddings=None)),
+    ("use_qk_norm", of("cohere", use_qk_norm=True)),
+    ("use_bidirectional_attention", GEMMA | {"use_bidirectional_attention": True}),
+    ("attn_logit_softcapping=50.0", GEMMA | {"attn_logit_softcapping": 50.0}),
+    ("final_logit_softcapping 0", GEMMA | {"final_logit_softcapping": 0}),
+    ("one rope for all layers of a gemma3", GEMMA | {"rope_parameters": EIGHTFOLD}),
+    ("query_pre_attn_scalar", GEMMA | {"query_pre_attn_scalar": None}),
+    ("'gpt2' is not supported (supported: apertus", of("gpt2")),
+    ("model_type", {}),
+    ("'mish'", of("llama", hidden_act="mish")),
+    ("hidden_size", of("llama", hidden_size=None)),
+    ("vocab_size", of("llama", vocab_size="many")),
+    ("3 KV heads", of("llama", num_key_value_heads=3)),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_unsupported_models_are_refused_before_weights_are_read(name, tmp_path):
-    config, setting = REFUSED[name]
+@pytest.mark.parametrize(("message", "config"), REFUSED)
+def test_unsupported_models_are_refused_before_weights_are_read(message, config, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     for attempt in (lambda: convert(tmp_path, tmp_path / "out"), lambda: checkpoint.load(tmp_path)):
         with pytest.raises(UnsupportedModelError) as caught:
             attempt()
-        assert setting in str(caught.value)
+        assert message in str(caught.value)
         assert str(tmp_path / "config.json") in str(caught.value)
     assert not (tmp_path / "out").exists()
 

@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import quants
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime import SPARSE, engine, random_model, tokens_of
+from runtime import SPARSE, engine, random_model, slow, tokens_of
 
 from infinigen_jax import Engine, Model, embedded, generate, load, plan
 from infinigen_jax.cli.options import load_engine
@@ -174,14 +174,9 @@ OWN = dataclasses.replace(SPARSE, query="own")
     ("name", "dtype", "options"),
     [
         ("one-tied", "int4", {"policy": OWN, "dense_layers": 0}),
-        pytest.param("opt", "int4", {}, marks=pytest.mark.slow),
-        pytest.param("qwen2", "bfloat16", {"policy": OWN}, marks=pytest.mark.slow),
-        pytest.param(
-            "qwen2-one",
-            "int8",
-            {"policy": OWN, "dense_layers": 0, "weights": "host"},
-            marks=pytest.mark.slow,
-        ),
+        slow("opt", "int4", {}),
+        slow("qwen2", "bfloat16", {"policy": OWN}),
+        slow("qwen2-one", "int8", {"policy": OWN, "dense_layers": 0, "weights": "host"}),
     ],
 )
 def test_tokens_are_those_of_the_rounded_model(name, dtype, options):

@@ -12,15 +12,17 @@ import numpy as np
 import openai
 import pytest
 from runtime import SPARSE
-from serving import CONTEXT, LONG, PROMPT, ROWS, Served, engine_of, refusal
+from serving import CONTEXT, LONG, PROMPT, ROWS, Served, engine_of
 
 from infinigen_jax.engine.live_batch import LiveBatch
 from infinigen_jax.sampling import Sampling
 
 
 def test_completion(served: Served):
+    """With parameters that are null, which is as left out."""
+    names = "echo", "ignore_eos", "heat_map", "budget", "lossless", "top_k", "store", "unknown"
     expected = served.expected([PROMPT, LONG])
-    answer = served.complete([PROMPT, LONG])
+    answer = served.complete([PROMPT, LONG], extra_body=dict.fromkeys(names))
     assert [choice.text for choice in answer.choices] == expected.texts
     assert [choice.index for choice in answer.choices] == [0, 1]
     assert {choice.finish_reason for choice in answer.choices} == {"length"}
@@ -29,17 +31,6 @@ def test_completion(served: Served):
     assert (usage.prompt_tokens, usage.completion_tokens) == (sum(tokens), 40)
     assert usage.total_tokens == sum(tokens) + 40
     assert 0 < answer.infinigen["fetched_fraction"] < 1
-
-
-def test_stream(served: Served):
-    expected = served.expected([PROMPT]).texts[0]
-    options = {"stream": True, "stream_options": {"include_usage": True}}
-    parts = list(served.complete(PROMPT, **options))
-    assert "".join(part.choices[0].text for part in parts[:-1]) == expected
-    assert len(parts) > 10
-    assert [part.choices[0].finish_reason for part in parts[:-1]][-1] == "length"
-    assert parts[-1].choices == [] and parts[-1].usage.completion_tokens == 20
-    assert all("usage" in part.model_fields_set and part.usage is None for part in parts[:-1])
 
 
 def test_chat(served: Served):
@@ -99,41 +90,16 @@ def test_nothing_is_compiled_after_the_warm_up(served: Served, running):
     assert running[1] == 0
 
 
-def test_echo(served: Served):
+def test_echo_and_stream(served: Served):
     expected = PROMPT + served.expected([PROMPT]).texts[0]
     assert served.complete(PROMPT, echo=True).choices[0].text == expected
-    parts = served.complete(PROMPT, echo=True, stream=True)
-    assert "".join(part.choices[0].text for part in parts) == expected
-
-
-REFUSED = {
-    "temperature": {"temperature": 1e9},
-    "top_p": {"top_p": 0},
-    "n": {"n": 99},
-    "logprobs": {"logprobs": 21},
-    "logit_bias": {"logit_bias": {"1": 5}},
-    "suffix": {"suffix": "x"},
-    "best_of": {"best_of": 2},
-    "stream_options": {"stream_options": {"include_usage": True}},
-    "echo": {"echo": True, "logprobs": 1},
-    "max_tokens": {"max_tokens": 0},
-    "new": {"extra_body": {"new": 1}},
-    "prompt": {"prompt": ""},
-    "budget": {"extra_body": {"budget": 0.9}},
-    "heat_map": {"prompt": [PROMPT, LONG], "stream": True, "extra_body": {"heat_map": True}},
-}
-
-
-@pytest.mark.parametrize("field", REFUSED)
-def test_refused_parameters_are_named(served: Served, field):
-    error = refusal(served.complete, **({"prompt": PROMPT} | REFUSED[field]))
-    assert error["param"] == field and field in error["message"]
-
-
-def test_a_negative_temperature(served: Served):
-    """The message does not name the larger limit of `Sampling`."""
-    error = refusal(served.complete, PROMPT, temperature=-1)
-    assert "greater than or equal to 0" in error["message"]
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    parts = list(served.complete(PROMPT, echo=True, **options))
+    assert "".join(part.choices[0].text for part in parts[:-1]) == expected
+    assert len(parts) > 10
+    assert [part.choices[0].finish_reason for part in parts[:-1]][-1] == "length"
+    assert parts[-1].choices == [] and parts[-1].usage.completion_tokens == 20
+    assert all("usage" in part.model_fields_set and part.usage is None for part in parts[:-1])
 
 
 def test_a_budget_of_a_request(served: Served):
@@ -157,12 +123,6 @@ def test_a_budget_of_a_request(served: Served):
     assert beside_another(1e-12)[0].choices[0].text  # no row at all
     assert served.scheduler.late_compilations == before
     assert served.complete(LONG).choices[0].text == usual.texts[0]
-
-
-def test_null_is_as_left_out(served: Served):
-    names = "echo", "ignore_eos", "heat_map", "budget", "lossless", "top_k", "store", "unknown"
-    answer = served.complete(PROMPT, extra_body=dict.fromkeys(names))
-    assert answer.choices[0].text == served.expected([PROMPT]).texts[0]
 
 
 def test_values_that_change_nothing(served: Served):
@@ -221,13 +181,9 @@ def test_a_heat_map_that_would_be_too_large_is_left_out(served: Served, monkeypa
     assert [info.get("tokens") for info in answer] == cached
 
 
-BOOK = {
-    "title": "book",
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 9}, "old": {"type": "boolean"}},
-    "required": ["name", "old"],
-    "additionalProperties": False,
-}
+NAME, OLD = {"type": "string", "maxLength": 9}, {"type": "boolean"}
+BOOK = {"title": "book", "type": "object", "properties": {"name": NAME, "old": OLD}}
+BOOK |= {"required": ["name", "old"], "additionalProperties": False}
 
 
 def test_langchain(served: Served):

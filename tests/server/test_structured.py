@@ -1,4 +1,4 @@
-"""Answers that follow a JSON schema, and tools, through OpenAI's client."""
+"""Answers that follow a JSON schema, tools, and refused parameters, through OpenAI's client."""
 
 import concurrent.futures
 import json
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from llguidance import LLMatcher, LLParserLimits
-from serving import PROMPT, TEMPLATE, Served, refusal
+from serving import LONG, PROMPT, TEMPLATE, Served, refusal
 
 from infinigen_jax.loading.load import embedded
 from infinigen_jax.server.batch import allowed_tokens
@@ -18,22 +18,13 @@ from infinigen_jax.server.protocol import Message
 from infinigen_jax.server.wire import Wire
 from infinigen_jax.text.tokenizer import load_tokenizer
 
-TOOLS: Any = [
-    {
-        "type": "function",
-        "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
-    }
-]
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "kind": {"enum": ["old", "new"]},
-        "ages": {"type": "array", "items": {"type": "integer", "maximum": 99}, "maxItems": 2},
-    },
-    "required": ["name", "kind", "ages"],
-    "additionalProperties": False,
-}
+WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {}}}
+TOOLS: Any = [{"type": "function", "function": WEATHER}]
+NAME = {"type": "string", "maxLength": 12}
+AGES = {"type": "array", "items": {"type": "integer", "maximum": 99}, "maxItems": 2}
+FIELDS = {"name": NAME, "kind": {"enum": ["old", "new"]}, "ages": AGES}
+SCHEMA = {"type": "object", "properties": FIELDS, "required": ["name", "kind", "ages"]}
+SCHEMA |= {"additionalProperties": False}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
 
 
@@ -137,7 +128,19 @@ WRONG_FORMATS: list[dict[str, Any]] = [
     *({"type": "json_schema", "json_schema": {"name": "x", "schema": s}} for s in WRONG_SCHEMAS),
 ]
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+VALUES: dict[str, Any] = {"temperature": 1e9, "top_p": 0, "n": 99, "logprobs": 21, "suffix": "x"}
+VALUES |= {"logit_bias": {"1": 5}, "best_of": 2, "max_tokens": 0, "prompt": ""}
+VALUES |= {"stream_options": {"include_usage": True}}
+OF_COMPLETIONS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {name: value}) for name, value in VALUES.items()),
+    ("temperature: Input should be greater than or equal to 0", {"temperature": -1}),
+    ("echo", {"echo": True, "logprobs": 1}),
+    ("new", {"extra_body": {"new": 1}}),
+    ("budget", {"extra_body": {"budget": 0.9}}),
+    ("heat_map", {"prompt": [PROMPT, LONG], "stream": True, "extra_body": {"heat_map": True}}),
+]
 REFUSED: list[tuple[str, dict[str, Any]]] = [
+    *((start, {"prompt": PROMPT} | settings) for start, settings in OF_COMPLETIONS),
     *(("response_format", {"response_format": wrong}) for wrong in WRONG_FORMATS),
     ("response_format", {"response_format": FORMAT, "extra_body": {"ignore_eos": True}}),
     ("tools", {"tools": [{"type": "function", "function": {"description": "no name"}}]}),
@@ -153,8 +156,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("start", "settings"), REFUSED)
-def test_refused_parameters_of_chats_are_named(served: Served, start, settings):
-    error = refusal(served.chat, **settings)
+def test_refused_parameters_are_named(served: Served, start, settings):
+    error = refusal(served.complete if "prompt" in settings else served.chat, **settings)
     assert error["param"] == re.split("[.:]", start)[0]
     assert error["message"].startswith(start) if ":" in start else start in error["message"]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from runtime import TAILED, finished, full_scores, numbers, random_model, score, scores_of
+from runtime import TAILED, finished, full_scores, numbers, random_model, score, scores_of, slow
 from tiny import normal, refuses
 
 from infinigen_jax import Engine, Full, InfiniGen, Model
@@ -92,13 +92,8 @@ def with_mean_key(name: str) -> Model:
 
 @pytest.mark.parametrize(
     ("name", "changes"),
-    [
-        ("one", {}),
-        pytest.param("gemma2", {"query": "own"}, marks=pytest.mark.slow),  # with a soft cap
-        pytest.param("gemma2", {}, marks=pytest.mark.slow),
-        pytest.param("one", {"alpha": 4.0}, marks=pytest.mark.slow),
-        pytest.param("opt", {}, marks=pytest.mark.slow),
-    ],
+    [("one", {}), slow("one", {"alpha": 4.0}), slow("opt", {}), slow("gemma2", {})]
+    + [slow("gemma2", {"query": "own"})],  # with a soft cap
 )
 def test_a_tail_of_single_tokens_equals_the_full_cache(name, changes):
     """The index has every key, and the sums every value, so nothing is lost."""
