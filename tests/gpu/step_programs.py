@@ -53,7 +53,7 @@ WINDOW = 1024
 SLIDING = dataclasses.replace(
     CONFIG, family="ministral", sliding_window=WINDOW, sliding_layers=(1, 3, 5)
 )
-POLICY = InfiniGen(budget=0.05)
+POLICY = InfiniGen(budget=0.05, window=32)
 SCALES = ()  # of rows in the model's own format
 
 ROW = 2 * CONFIG.head_dim * DTYPE.itemsize  # bytes of a cached token, of one KV head
