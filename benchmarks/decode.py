@@ -42,7 +42,7 @@ SETTINGS = (
     "systems"
 ).split()
 PRESETS = {
-    "smoke": "--shape toy --contexts 96 192 --tokens 3 --rounds 2 --warmup 1 --steps 6 "
+    "smoke": "--shape toy --contexts 160 320 --tokens 3 --rounds 2 --warmup 1 --steps 6 "
     "--budget-rows 16",
     "cpu": "--contexts 4096 16384 32768",
     # bfloat16 has the size of the paper's float16, and random weights do not overflow it. Four
@@ -102,7 +102,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--tokens", type=count, default=32, help="tokens timed per round (default 32)")
     add("--rounds", type=count, default=5, help="timed rounds (default 5)")
     add("--warmup", type=int, default=3, help="untimed rounds before the timed ones (default 3)")
-    add("--steps", type=count, default=80, help="single steps timed after the rounds (default 80)")
+    add(
+        "--steps",
+        type=count,
+        default=80,
+        help="single steps timed after the rounds; more than `window` include a flush (default 80)",
+    )
     add("--trace-steps", type=int, default=4, help="steps traced by the profiler; 0: no breakdown")
     add("--budget", type=float, help="maximum share of rows fetched (default: the policy's)")
     add("--budget-rows", type=count, default=256, help="rows of infinigen-fixed (default 256)")

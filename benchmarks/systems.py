@@ -36,7 +36,7 @@ LLAMA_CPP = ("llama.cpp", "llama.cpp-f16", "llama.cpp-f32")
 MARGIN = 1  # untimed tokens of a round
 FEWEST_STEPS = 6  # single steps, however long they take
 # The full cache on the host. New rows are written there in blocks, as by InfiniGen, not one by one.
-STREAMED = Full(window=32)
+STREAMED = Full(window=InfiniGen().window)
 
 
 class StepTime(NamedTuple):

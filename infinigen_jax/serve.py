@@ -3,12 +3,12 @@
 import argparse
 import logging
 import os
+import re
 import signal
 import socket
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
-from urllib.parse import urlsplit
 
 from infinigen_jax.cli.options import (
     DEFAULT_MODEL,
@@ -18,7 +18,7 @@ from infinigen_jax.cli.options import (
     load_engine,
 )
 from infinigen_jax.errors import InputError, Parser, run_command
-from infinigen_jax.files.regular import absolute, read_text
+from infinigen_jax.files.regular import absolute
 from infinigen_jax.messages import KEPT, Messages
 from infinigen_jax.numeric import Range, whole_number
 from infinigen_jax.settings.engine import EngineOptions
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from infinigen_jax.server.scheduler import Scheduler
 
 KEY_VARIABLE = "INFINIGEN_API_KEY"
+ORIGIN = r"[a-z][a-z0-9+.-]*://([\w.-]+|\[[0-9a-f:]+\])(:\d+)?"  # no path, not even a last slash
 
 
 def build_parser() -> Parser:
@@ -119,10 +120,11 @@ def end() -> NoReturn:
 def make_scheduler(arguments: argparse.Namespace, say: Messages) -> "Scheduler":
     from infinigen_jax.server.limits import Limits
     from infinigen_jax.server.scheduler import Scheduler
+    from infinigen_jax.text.tokenizer import read_template
 
     start_logging(arguments.quiet)
     file = arguments.chat_template
-    template = None if file is None else read_text("chat_template", file)
+    template = None if file is None else read_template(file)
     engine = load_engine(arguments, say)
     if template is not None:
         engine.model.tokenizer.chat_template = template
@@ -147,13 +149,11 @@ def make_service(arguments: argparse.Namespace) -> "Service":
     if key == "":
         raise InputError(f"--api-key, or {KEY_VARIABLE}: it is empty; give a key, or leave it out")
     for origin in arguments.allow_origin:
-        try:
-            urlsplit(origin)
-        except ValueError:
-            message = (
-                f"--allow-origin: {origin!r} is no address; give one such as http://example.org"
+        if origin not in ("*", "null") and not re.fullmatch(ORIGIN, origin):
+            raise InputError(
+                f"--allow-origin {origin}: a browser sends no such origin; give one such as "
+                "https://example.org or http://localhost:3000"
             )
-            raise InputError(message) from None
     model = arguments.model or DEFAULT_MODEL
     path = absolute(model)
     name = arguments.served_model_name or (path.name if path.exists() else model)

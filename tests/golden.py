@@ -47,7 +47,9 @@ loaded = functools.lru_cache(maxsize=2)(load)
 def greedy_tokens(name: str, policy: str, dtype: str, batch: str, schedule: str) -> list[str]:
     """Return the new tokens of each prompt, as text."""
     model = loaded(MODELS[name], dtype)
-    engine = Engine(model, policy=POLICIES[policy](), schedule=schedule)
+    # The window of version 0.1.0; others have their own.
+    settings = {"window": 32} if policy in ("infinigen", "h2o", "quest", "window") else {}
+    engine = Engine(model, policy=POLICIES[policy](**settings), schedule=schedule)
     rows = engine.generate(BATCHES[batch], max_new_tokens=64, ignore_eos=True).tokens
     return [" ".join(map(str, row)) for row in rows]
 

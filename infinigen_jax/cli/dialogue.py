@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinigen_jax.errors import ParameterError
-from infinigen_jax.files.regular import read_text
-from infinigen_jax.text.tokenizer import encode_further, render_chat
+from infinigen_jax.text.tokenizer import encode_further, read_template, render_chat
 
 if TYPE_CHECKING:
     from infinigen_jax.engine.conversation import Conversation
@@ -189,7 +188,7 @@ def find_template(tokenizer: Any, name: str | None) -> str | None:
     """Return the chat template of a file, by default the model's; None for none."""
     if name == PLAIN:
         return None
-    return tokenizer.chat_template if name is None else read_text("chat_template", name)
+    return tokenizer.chat_template if name is None else read_template(name)
 
 
 def rate(run: "Run", before: str = ", ") -> str:

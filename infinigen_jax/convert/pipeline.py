@@ -143,11 +143,12 @@ def convert(
     absorbs = skew == "svd" and config.rope is None
     linked = [] if sidecar or absorbs else _unchanged_files(folder, sources, dtype)
     whole = absorbs or not (sidecar or linked)
-    tokens = None
-    if skew != "none" and (calibration is None or isinstance(calibration, str | Path)):
+    if skew == "none":
+        tokens = None
+    elif calibration is None or isinstance(calibration, str | Path):
         path = DEFAULT_TEXT if calibration is None else Path(calibration)
         tokens = tokenized_file(path, tokenizer(), config, DEFAULT_TOKENS)
-    elif skew != "none":
+    else:
         ids = np.asarray(calibration, np.int32)
         tokens = windows(ids, config, DEFAULT_TOKENS, "calibration", ids.tobytes())
     # Another process may have written the destination while this one waited for the lock.

@@ -50,7 +50,7 @@ class Conversation:
         context: capacity in tokens.
         messages: the caller's record of the messages, as JSON values; saved with the conversation.
         template: the caller's name of the chat template of the messages; saved with them.
-        run: `Run` of the last turn; None before the first turn.
+        run: `Run` of the last turn; None before the first one, and while a prompt is read.
     """
 
     def __init__(self, runtime: Runtime, sampling: Sampling | None, context: int | None):

@@ -65,10 +65,11 @@ def answer(
             drawn.append(run.drawn)
             if i % READ_EVERY == 0 and (_up_to_end(engine, drawn)[:, -1] < 0).all():
                 break
-        answer = np.full((kept, new), -1, np.int32)
-        answer[:, : len(drawn)] = _up_to_end(engine, drawn)[:kept]
-        answers.append(answer)
+        answered = np.full((kept, new), -1, np.int32)
+        answered[:, : len(drawn)] = _up_to_end(engine, drawn)[:kept]
+        answers.append(answered)
         total += traffic(run, kept)
+        del run  # the next batch needs its memory
         advance(kept)
     return np.concatenate(answers), total
 
@@ -127,6 +128,7 @@ def likelihoods(
         result[rows, 0] += np.where(inside, -scores.nats, 0).sum(axis=1)
         result[rows, 1] *= greedy.all(axis=1)
         total += traffic(run, len(chosen))
+        del run  # the next batch needs its memory
         advance(len(rows))
     check_finite(engine, result)
     return result, total

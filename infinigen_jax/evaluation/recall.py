@@ -86,17 +86,20 @@ def study_windows(
         batch, sums = windows[rows], {}
         run = start_windows(engine, batch, settings["context"])
         for first in range(0, len(positions), READ_EVERY):
-            read = positions[first : first + READ_EVERY]
-            watched = [run.watch(watch, batch[:, position]) for position in read]
-            for chunk, (_, records) in zip(chunks[first:], watched, strict=False):
+            watched = []
+            for position in positions[first : first + READ_EVERY]:
+                log_probs, records = run.watch(watch, batch[:, position])
+                watched.append(records)
+            for chunk, records in zip(chunks[first:], watched, strict=False):
                 for name in (*MEANS, *COUNTS):
                     value = _stacked(name, [records[i] for i in layers], len(batch))
                     shape = (*value.shape, len(steps))
                     sums.setdefault(name, np.zeros(shape))[..., chunk] += value
-            check_finite(engine, np.asarray(watched[-1][0]).max(axis=1))
+            check_finite(engine, np.asarray(log_probs).max(axis=1))
             advance(kept * len(watched))
         parts.append({n: (x if n in COUNTS else x / steps)[:kept] for n, x in sums.items()})
         total += traffic(run, kept)
+        del run  # the next batch needs its memory
     arrays = {name: np.concatenate([part[name] for part in parts]) for name in (*MEANS, *COUNTS)}
     check_finite(engine, *arrays.values())
     return arrays | {"layers": np.array(layers, np.int32)}, total

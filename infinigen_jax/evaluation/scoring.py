@@ -77,6 +77,7 @@ def score_windows(
         run = start_windows(engine, windows[rows], context)
         parts.append(score_run(run, windows[rows, context - 1 :], kept, further, advance))
         total += traffic(run, kept)
+        del run  # the next batch needs its memory
     all_scores = Scores(*(np.concatenate(part) for part in zip(*parts, strict=True)))
     check_finite(engine, all_scores.nats)
     return all_scores, total

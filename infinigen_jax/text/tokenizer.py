@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinigen_jax.errors import InputError, ParameterError
-from infinigen_jax.files.regular import TOKENIZER_FILES, read_json
+from infinigen_jax.files.regular import TOKENIZER_FILES, read_json, read_text
 from infinigen_jax.text.detokenize import checked_text
 
 if TYPE_CHECKING:
@@ -217,6 +217,14 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     if template is not None and not isinstance(template, str):
         raise TypeError("chat_template is not a text")
+    return template
+
+
+def read_template(path: str | Path) -> str:
+    """Read the file of a chat template; an empty one is refused."""
+    template = read_text("chat_template", path)
+    if not template.strip():
+        raise ParameterError("chat_template", "the file is empty; give another", path)
     return template
 
 

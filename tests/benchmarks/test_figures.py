@@ -17,7 +17,7 @@ from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.selection.select import budget_rows
 
 PROSE = "The old man went down to the sea, and nobody asked him where he had been. " * 8
-SMALL = ("--window", "148", "--context", "140", "--batch", "1", "--windows", "1", "--chunk", "4")
+SMALL = ("--window", "248", "--context", "240", "--batch", "1", "--windows", "1", "--chunk", "4")
 ITEM = {"query": "It rained", "connector": "because", "choices": ["of the sun.", "no."], "gold": 0}
 
 
@@ -34,7 +34,7 @@ def model(tmp_path_factory) -> Path:
 def figure(command, model, tmp_path):
     """Return `figure(name, ...)`, which makes a figure; its table and its result."""
     text = tmp_path / "text.txt"
-    text.write_text(PROSE)
+    text.write_text(PROSE * 9)
 
     def call(name: str, *arguments: str, of: tuple[str, ...] = ("--text", str(text))):
         result = tmp_path / "result.json"
@@ -70,9 +70,9 @@ def test_kv_size(figure):
         ("infinigen", "exact"),
     ]
     assert [x["relative_kv_size"] for x in lines][0] == 1 and "KV size" in table[0]
-    # A tenth of 139 to 146 tokens, 4 sinks and 127 recent ones.
+    # A tenth of 239 to 246 tokens, 4 sinks and 127 recent ones.
     assert lines[2]["relative_kv_size"] == pytest.approx(
-        sum(min(1, (n // 10 + 131) / n) for n in range(139, 147)) / 8
+        sum((n // 10 + 131) / n for n in range(239, 247)) / 8
     )
 
 
@@ -159,7 +159,7 @@ def test_limits_of_the_pool(figure):
 @pytest.mark.slow
 def test_positions(figure):
     table, record = figure("chunks", *SMALL, "--policy", "window", "--budget", "0.1")
-    assert [cell.strip() for cell in table[0].split("|")][5:7] == ["to 144", "to 148"]
+    assert [cell.strip() for cell in table[0].split("|")][5:7] == ["to 244", "to 248"]
     change = record["configurations"][1]["chunks"][0]["perplexity_change_percent"]
     assert f"{change:+.2f} %" in table[3]
 
@@ -183,7 +183,7 @@ def test_sweeps_meet_in_a_point():
 
 def test_bad_input(refused, tmp_path):
     text = tmp_path / "text.txt"
-    text.write_text(PROSE)
+    text.write_text(PROSE * 9)
     for arguments, message in {
         ("kv-size",): "give either --text F",
         ("skewing", "--text", text, "--tasks", "piqa"): "give either --text F",

@@ -43,7 +43,7 @@ GENERATE = {
     "--model tiny-lama": "tiny-lama: no such folder; .* org/name .* tiny-llama or tiny-opt",
     "--pool-tokens many": "--pool-tokens many: give a number",
     "--pool-tokens 120%": "--pool-tokens 120%: it must be",
-    "--pool-tokens 10": "--pool-tokens 10: .* use at least 69",
+    "--pool-tokens 10 --policy infinigen:window=32": "--pool-tokens 10: .* use at least 32",
     "--pool-eviction lru": "--pool-eviction: .* --pool-tokens",
     "--pool-tokens 50 --policy quest": "cannot have a limit; use full, infinigen, .* or window",
     "--system x": "--system: no chat template",
@@ -103,7 +103,8 @@ SERVE = {
         "--batch 1000000 --context 1k": "--batch",
         "--policy full --lossless": "--lossless",
         "--api-key ''": "--api-key",
-        "--allow-origin 'http://[::1'": "--allow-origin: 'http",
+        "--allow-origin 'http://[::1'": "--allow-origin http",
+        "--allow-origin http://example.org/": "--allow-origin http",
     }.items()
 }
 COMMANDS = {

@@ -94,6 +94,8 @@ def test_echo_and_stream(served: Served):
     expected = PROMPT + served.expected([PROMPT]).texts[0]
     assert served.complete(PROMPT, echo=True).choices[0].text == expected
     options = {"stream": True, "stream_options": {"include_usage": True}}
+    plain = served.complete(PROMPT, stream=True)
+    assert PROMPT + "".join(part.choices[0].text for part in plain) == expected
     parts = list(served.complete(PROMPT, echo=True, **options))
     assert "".join(part.choices[0].text for part in parts[:-1]) == expected
     assert len(parts) > 10

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from tiny import refuses
 
-from infinigen_jax.text.tokenizer import render_chat
+from infinigen_jax.text.tokenizer import read_template, render_chat
 
 MESSAGES = [
     {"role": "system", "content": " Be brief."},
@@ -60,3 +60,8 @@ FAULTY = {
 @pytest.mark.parametrize("template", FAULTY.values(), ids=FAULTY)
 def test_faulty_templates_end_with_one_line(template):
     assert len(refuses("chat template refuses this", render_chat, template, MESSAGES, {})) < 1200
+
+
+def test_an_empty_file_is_refused(tmp_path):
+    (tmp_path / "empty.jinja").write_text("\n")
+    refuses("the file is empty", read_template, tmp_path / "empty.jinja")
