@@ -75,8 +75,8 @@ def test_a_prefix_is_within_the_message_and_shared(tokenizer):
 
 def test_prompts_without_a_template(tokenizer):
     expected = [tokenizer.encode(prompt) for prompt in PROMPTS]
-    for options in ({"template": None}, {"template": ""}, {"template": TEMPLATE, "raw": True}):
-        given = prepared(tokenizer, **options)
+    for template, raw in ((None, False), ("", False), (TEMPLATE, True)):
+        given = prepared(tokenizer, template, raw=raw)
         settings = {"max_new_tokens": NEW_TOKENS, "prefix": 0, "continues": True}
         assert given == {"prompts": expected} | settings
     refuses("system: no chat template", prepared, tokenizer, None, system="Be brief.")
