@@ -85,7 +85,7 @@ _CHANGES: Mapping[str, Mapping[str, Any]] = {
     "tail, one mean for all": {"tail": True, "tail_tokens": 0},
     "tail in blocks, by the layer's own query": {"tail_tokens": 64, "tail_columns": 0},
     "values predicted within blocks": {"tail_columns": 8},
-    "**budgets by layer: the default but for recent tokens**": {"layer_budgets": "calibrated"},
+    "**budgets by layer: the default except for recent tokens**": {"layer_budgets": "calibrated"},
 }
 STEPS: Mapping[str, Mapping[str, Any]] = dict(
     zip(_CHANGES, itertools.accumulate(_CHANGES.values(), lambda a, b: {**a, **b}), strict=True)
