@@ -102,12 +102,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--tokens", type=count, default=32, help="tokens timed per round (default 32)")
     add("--rounds", type=count, default=5, help="timed rounds (default 5)")
     add("--warmup", type=int, default=3, help="untimed rounds before the timed ones (default 3)")
-    add(
-        "--steps",
-        type=count,
-        default=80,
-        help="single steps timed after the rounds; more than `window` include a flush (default 80)",
-    )
+    text = "single steps timed after the rounds; more than `window` include a flush (default 80)"
+    add("--steps", type=count, default=80, help=text)
     add("--trace-steps", type=int, default=4, help="steps traced by the profiler; 0: no breakdown")
     add("--budget", type=float, help="maximum share of rows fetched (default: the policy's)")
     add("--budget-rows", type=count, default=256, help="rows of infinigen-fixed (default 256)")

@@ -56,7 +56,7 @@ class Manifest:
     absorbed: bool  # the basis is in the weights: leading columns of keys are the index (OPT, svd)
     dtype: str
     calibration: dict[str, Any] | None  # {"text_sha256": ..., "tokens": ...}; None: skew "none"
-    speculate_from: str  # state that the corrected query is computed from, of `policy.SOURCES`
+    speculate_from: str  # state that the corrected query is computed from: settings.policy.SOURCES
     # {"name": {"sha256": ..., "size": ...}} of the files read and written.
     sources: dict[str, dict[str, Any]]
     files: dict[str, dict[str, Any]]

@@ -75,6 +75,7 @@ def answer(
 
 
 def _up_to_end(engine: Engine, drawn: Sequence[Array]) -> Int[np.ndarray, "b n"]:
+    """Return the tokens of some steps, with -1 after the end of a text."""
     tokens = np.stack([np.asarray(step) for step in drawn], axis=1)
     ends = np.isin(tokens, list(engine.model.eos_ids))
     return np.where(np.logical_or.accumulate(ends, axis=1), -1, tokens)
