@@ -24,7 +24,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from infinigen_jax.cache.row_format import RowFormat
-from infinigen_jax.ops.attention import Part, packed
+from infinigen_jax.ops.attention import Part
 from infinigen_jax.ops.barriers import after
 from infinigen_jax.ops.bit_storage import from_kept, to_kept
 from infinigen_jax.ops.indexing import by_head
@@ -139,19 +139,25 @@ def values_of(rows: Float[Array, "*n w"]) -> Float[Array, "*n d"]:
 class Resident(NamedTuple):
     """Device part of a layer whose cache is on the host."""
 
-    rows: Float[Array, "b k n w"]
+    keys: Float[Array, "b k n d"]
+    values: Float[Array, "b k n d"]
     # Sums of the values (or `Policy.tail_values`) of all other tokens, which only the host has, by
     # block of positions; None without a tail.
     left: Float[Array, "b k m d"] | None = None
 
     @classmethod
     def empty(
-        cls, batch: int, heads: int, width: int, slots: Slots, dtype: Any, blocks: int = 0
+        cls, batch: int, heads: int, head_dim: int, slots: Slots, dtype: Any, blocks: int = 0
     ) -> "Resident":
         """Return the device part of an empty cache, with sums of `blocks` blocks; 0 for none."""
-        rows = jnp.zeros((batch, heads, slots.size, width), dtype)
-        left = jnp.zeros((batch, heads, blocks, width // 2), jnp.float32) if blocks else None
-        return cls(rows, left)
+        keys, values = (jnp.zeros((batch, heads, slots.size, head_dim), dtype) for _ in range(2))
+        left = jnp.zeros((batch, heads, blocks, head_dim), jnp.float32) if blocks else None
+        return cls(keys, values, left)
+
+    @property
+    def rows(self) -> Float[Array, "b k n w"]:
+        """Copy of keys and values, concatenated."""
+        return jnp.concatenate([self.keys, self.values], axis=-1)
 
     def extend(
         self, rows: Float[Array, "b k c w"], span: Span, slots: Slots, summed: Summed = values_of
@@ -163,23 +169,28 @@ class Resident(NamedTuple):
             left = _add_leaving(left, summed(self.rows), before, span, slots)
             new = jnp.where(span.holds(size), span.positions(size), -1)
             left = _add_leaving(left, summed(rows), new, span, slots)
-        return Resident(_moved_on(self.rows, rows, span, slots), left)
+        keys, values = jnp.split(rows, 2, axis=-1)
+        keys = _moved_on(self.keys, keys, span, slots)
+        return Resident(keys, _moved_on(self.values, values, span, slots), left)
 
     def write(
         self,
-        row: Float[Array, "b k w"],
+        key: Float[Array, "b k d"],
+        value: Float[Array, "b k d"],
         position: Int[Array, " b"],
         slots: Slots,
         summed: Summed = values_of,
     ) -> "Resident":
         """Add the current token's row, in place if donated; see `extend`."""
-        slot, rows, left = slots.of(position), self.rows, self.left
+        slot, left = slots.of(position), self.left
+        kept, row = (self.keys, self.values), (key, value)
         if left is not None:
-            leaving = jnp.take_along_axis(rows, slot[:, None, None, None], axis=2)
+            at = slot[:, None, None, None]
+            leaving = jnp.concatenate([jnp.take_along_axis(x, at, axis=2) for x in kept], axis=-1)
             # The barrier fixes two orders. The old row is read before it is overwritten, or XLA may
             # copy the ring. It is read after the new row is known, or XLA may read it during the
             # transfer for an earlier layer.
-            leaving, rows, row = lax.optimization_barrier((leaving, rows, row))
+            leaving, kept, row = lax.optimization_barrier((leaving, kept, row))
             left_at = position - slots.window
             values = summed(leaving)[:, :, 0].astype(jnp.float32)
             values = jnp.where((left_at >= slots.sinks)[:, None, None], values, 0.0)
@@ -190,16 +201,19 @@ class Resident(NamedTuple):
             # XLA:CPU removes the barrier before it inserts copies; `after` keeps the order.
             block_sum = jnp.take_along_axis(left, at, axis=2)[:, :, 0]
             row = lax.platform_dependent(row, block_sum, cpu=after, default=lambda row, _: row)
-        return Resident(_put(rows, row, slot), left)
+        keys, values = (_put(x, new, slot) for x, new in zip(kept, row, strict=True))
+        return Resident(keys, values, left)
 
     def part(self, position: Int[Array, " b"], slots: Slots) -> Part:
         """Return sinks and recent tokens, including the current one."""
-        return packed(self.rows, (slots.positions(position) >= 0)[:, None])
+        return Part(self.keys, self.values, (slots.positions(position) >= 0)[:, None])
 
     def since(self, start: Int[Array, " b"], slots: Slots) -> Float[Array, "b k n w"]:
         """Return the `window` rows from position `start` on, in order of position."""
         positions = start[:, None] + jnp.arange(slots.window, dtype=jnp.int32)[None]
-        return jnp.take_along_axis(self.rows, slots.of(positions)[:, None, :, None], axis=2)
+        at = slots.of(positions)[:, None, :, None]
+        kept = self.keys, self.values
+        return jnp.concatenate([jnp.take_along_axis(x, at, axis=2) for x in kept], axis=-1)
 
 
 Local = DenseLayer | Sliding | Resident  # rows that the device keeps of a layer

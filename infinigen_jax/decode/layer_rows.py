@@ -98,9 +98,9 @@ class HostRows(NamedTuple):
     place: HostLayer
 
     def write(self, key: Float[Array, "b k d"], value: Float[Array, "b k d"]) -> "HostRows":
-        row = jnp.concatenate([key, value], axis=-1)
         summed = self.layout.summed(self.place.weights or {})
-        return self._replace(local=self.local.write(row, self.positions, self.layout.slots, summed))
+        local = self.local.write(key, value, self.positions, self.layout.slots, summed)
+        return self._replace(local=local)
 
     def near(self) -> Part:
         return self.local.part(self.positions, self.layout.slots)

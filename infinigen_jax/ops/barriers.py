@@ -28,11 +28,12 @@ def compute_once(compute: Callable[[], Result]) -> Result:
     return lax.cond(always, compute, zeros)
 
 
-def after(x: Shaped[Array, "*b w"], read: Float[Array, "*b d"]) -> Shaped[Array, "*b w"]:
-    """Return x, computed after `read`; w is a multiple of d.
+def after(
+    arrays: tuple[Shaped[Array, "*b d"], ...], read: Float[Array, "*b d"]
+) -> tuple[Shaped[Array, "*b d"], ...]:
+    """Return the arrays, computed after `read`.
 
-    A later write into the array that `read` comes from then needs no copy of that array.
+    A later write into an array that `read` comes from then needs no copy of it.
     """
     never = jnp.isnan(read) & jnp.isinf(read)
-    parts = x.reshape(*read.shape[:-1], -1, read.shape[-1])
-    return jnp.where(never[..., None, :], jnp.zeros((), x.dtype), parts).reshape(x.shape)
+    return tuple(jnp.where(never, jnp.zeros((), x.dtype), x) for x in arrays)

@@ -55,7 +55,7 @@ def empty(decoder: Decoder, *, batch: int, capacity: int, slots: int) -> Cache:
             blocks = 0
             if policy.has_tail and not streams[number]:
                 blocks = 1 if decoder.pool is not None else decoder.slots.blocks(slots)
-            return Resident.empty(batch, k, 2 * d, decoder.slots, decoder.dtype, blocks)
+            return Resident.empty(batch, k, d, decoder.slots, decoder.dtype, blocks)
         kind, shape = DenseLayer if ring is None else Sliding, (batch, k, ring or capacity, d)
         return kind(*(jnp.zeros(shape, decoder.kept_dtype) for _ in range(2)))
 

@@ -164,11 +164,11 @@ def _resident(
     kept = places < sinks
     # The oldest row of the ring has left it when the next token is computed.
     valid = (places >= 0) & (kept | (places > start[:, None, None] - window))
-    keys, values = jnp.split(local.rows, 2, axis=-1)
     if stored.exact:
-        return [Seen(keys, values, valid)]
+        return [Seen(local.keys, local.values, valid)]
     recent = kept | (positions[:, None] - places < window)
     old_keys, old_values = jnp.split(
         stored.decode(scales, stored.encode(scales, local.rows)), 2, axis=-1
     )
-    return [Seen(keys, values, valid & recent), Seen(old_keys, old_values, valid & ~recent)]
+    exact = Seen(local.keys, local.values, valid & recent)
+    return [exact, Seen(old_keys, old_values, valid & ~recent)]

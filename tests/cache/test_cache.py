@@ -43,7 +43,7 @@ def test_sinks_and_recent_tokens_are_resident_and_all_others_eligible(sizes, cur
         np.testing.assert_array_equal(np.flatnonzero(on_host), others)
 
 
-write_row = jax.jit(Resident.write, static_argnums=3)
+write_row = jax.jit(Resident.write, static_argnums=4)
 extend = jax.jit(Resident.extend, static_argnums=3)
 part_of = jax.jit(Resident.part, static_argnums=2)
 
@@ -52,9 +52,10 @@ part_of = jax.jit(Resident.part, static_argnums=2)
 def test_resident_rows_follow_the_tokens(sinks, window, block):
     """Each slot has the row of its position, and `left` the sums of the values only on the host."""
     slots, lengths, longest = Slots(sinks, window, block), np.array([1, 5, 12], np.int32), 12
-    rows = np.arange(1, 41, dtype=np.float32)  # the row of position p is p + 1 everywhere
-    prompt = jnp.asarray(np.broadcast_to(rows[:longest, None], (3, 2, longest, 4)))
-    resident = Resident.empty(3, 2, 4, slots, jnp.float32, slots.blocks(40))
+    rows = np.arange(1, 41, dtype=np.float32)  # position p has values of p + 1, keys of -p - 1
+    prompt = np.repeat([-rows[:longest], rows[:longest]], 2, axis=0).T
+    prompt = jnp.asarray(np.broadcast_to(prompt, (3, 2, longest, 4)))
+    resident = Resident.empty(3, 2, 2, slots, jnp.float32, slots.blocks(40))
     span = Span(jnp.zeros(len(lengths), jnp.int32), jnp.asarray(lengths))
     resident = extend(resident, prompt, span, slots)
 
@@ -63,7 +64,7 @@ def test_resident_rows_follow_the_tokens(sinks, window, block):
         positions = np.asarray(positions_of(slots, current))
         np.testing.assert_array_equal(part.valid[:, 0], positions >= 0)
         for i, j in np.argwhere(positions >= 0):
-            assert (np.asarray(part.keys)[i, :, j] == rows[positions[i, j]]).all()
+            assert (np.asarray(part.keys)[i, :, j] == -rows[positions[i, j]]).all()
             assert (np.asarray(part.values)[i, :, j] == rows[positions[i, j]]).all()
         for i, newest in enumerate(current):
             gone = np.where(np.arange(40) <= newest - window, rows, 0)
@@ -74,30 +75,31 @@ def test_resident_rows_follow_the_tokens(sinks, window, block):
     check(lengths - 1)
     for step in range(2 * window + sinks):
         now = lengths + step
-        row = jnp.broadcast_to(jnp.asarray(rows[now])[:, None, None], (3, 2, 4))
-        resident = write_row(resident, row, jnp.asarray(now), slots)
+        value = jnp.broadcast_to(jnp.asarray(rows[now])[:, None, None], (3, 2, 2))
+        resident = write_row(resident, -value, value, jnp.asarray(now), slots)
         check(now)
     start = jnp.asarray(now - window + 1)
     since = resident.since(start, slots)
     expected = rows[np.asarray(start)[:, None] + np.arange(window)]
     np.testing.assert_array_equal(since[:, 1, :, 2], expected)
+    np.testing.assert_array_equal(since[:, 1, :, 1], -expected)
 
 
 def test_a_token_is_written_to_the_ring_where_it_lies():
     """Although several operations read the row that it evicts."""
     slots, matrix = Slots(4, 16, 8), jnp.ones((2, 8, 8))
-    local = Resident.empty(1, 2, 16, slots, jnp.float32, blocks=8)
+    local = Resident.empty(1, 2, 8, slots, jnp.float32, blocks=8)
 
     def summed(rows: jax.Array) -> jax.Array:
         keys, values = jnp.split(rows, 2, axis=-1)
         return values - jnp.einsum("bknd,kde->bkne", keys, matrix)
 
-    def write(local: Resident, row: jax.Array, position: jax.Array) -> Resident:
-        return local.write(row, position, slots, summed)
+    def write(local: Resident, key: jax.Array, value: jax.Array, position: jax.Array) -> Resident:
+        return local.write(key, value, position, slots, summed)
 
-    row = jnp.ones((1, 2, 16))
-    program = jax.jit(write, donate_argnums=0).lower(local, row, jnp.array([3])).compile()
-    assert max(copies(program.as_text() or ""), default=0) < local.rows.size
+    new, at = jnp.ones((1, 2, 8)), jnp.array([3])
+    program = jax.jit(write, donate_argnums=0).lower(local, new, 2 * new, at).compile()
+    assert max(copies(program.as_text() or ""), default=0) < local.keys.size
 
 
 write = jax.jit(functools.partial(write_span, mesh=MESH), donate_argnums=0)

@@ -69,7 +69,7 @@ def tail(kernels: bool) -> Program:
     index = array(*INDEX.shape, dtype=INDEX.dtype)
     request = Request(whole(B, K, POLICY.request_size(T)), whole(B, K))
     sums = real(B, K, T // POLICY.tail_block, D)
-    local = Resident(array(B, K, decoder.slots.size, 2 * D), sums)
+    local = Resident(*(array(B, K, decoder.slots.size, D) for _ in range(2)), left=sums)
     with mock.patch.object(cuda, "in_use", lambda: kernels):
         given = (array(B, K, G, D), weights, index, request, local, whole(B))
         return compile_for_gpu(scores, *given)

@@ -183,7 +183,7 @@ def test_what_is_resident_is_the_same_of_every_kind_of_cache():
     slots = Slots(3, 8)
     dense = DenseLayer(*jnp.zeros((2, 1, kv, 64, d), jnp.float32))
     sliding = Sliding(*jnp.zeros((2, 1, kv, 16, d), jnp.float32))
-    host = Resident.empty(1, kv, 2 * d, slots, jnp.float32)
+    host = Resident.empty(1, kv, d, slots, jnp.float32)
     expected = {
         "all": causal_attention(q, k, v, window=slots.window, sinks=slots.sinks),
         "sliding": causal_attention(q, k, v, window=slots.window),
@@ -193,7 +193,7 @@ def test_what_is_resident_is_the_same_of_every_kind_of_cache():
     def step(caches: list[Any], place: jax.Array) -> tuple[list[Any], list[jax.Array]]:
         at, key, value = place[None], k[place][None], v[place][None]
         dense, host, sliding = caches
-        host = host.write(jnp.concatenate([key, value], axis=-1), at, slots)
+        host = host.write(key, value, at, slots)
         dense, sliding = (local.write(key, value, at) for local in (dense, sliding))
         query = q[place].reshape(1, kv, heads // kv, d)
         recent = at, slots, jnp.float32
