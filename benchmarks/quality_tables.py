@@ -184,8 +184,8 @@ RULES: Titled = [
 ]
 RECENT: Titled = [
     ("32", OWN_4 | {"window": 32, "sinks": 4}),
-    ("128 (default)", OWN_4 | {"window": 128}),
-    ("256", OWN_4 | {"window": 256}),
+    ("128", OWN_4 | {"window": 128}),
+    ("256 (default)", OWN_4 | {"window": 256}),
 ]
 # Query, index columns that predict the tail's values, and the result that has them.
 TAIL_COLUMNS: Titled = [

@@ -111,7 +111,7 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
             f"benchmarks.prefill --prompts {CONTEXTS} --batch {batch} --memory"
         )
     chosen["prefill-batch-1"] += " --gguf {gguf}"
-    recent = "--contexts 1024 4096 --systems infinigen:window=32 infinigen infinigen:window=256"
+    recent = "--contexts 1024 4096 --systems infinigen:window=32 infinigen:window=128 infinigen"
     for batch in "1", "8":
         chosen[f"recent-speed-{batch}"] = (
             f"benchmarks.decode {files} --trace-steps 0 --batch {batch} {recent}"

@@ -134,7 +134,7 @@ def test_selections_are_watched():
 def test_a_file_outside_the_package(tmp_path, monkeypatch, command):
     (tmp_path / OUTSIDE).write_text(BLOCKS[OUTSIDE])
     monkeypatch.syspath_prepend(str(tmp_path))
-    prompt = "The old man and the sea " * 30
+    prompt = "The old man and the sea " * 60
     asked = ("--prompt", prompt, "--max-new-tokens", "2", "--ignore-eos", "--policy")
     status, _, err = command(generate.main, *asked, "my_policy:MyPolicy:stride=8")
     assert status == 0 and "my-policy" in err and "fetched 0.0 %" not in err

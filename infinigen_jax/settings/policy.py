@@ -37,7 +37,7 @@ class BudgetSettings(ResidentSettings):
 
     budget: float = setting(0.1, "most rows fetched, as a share of those cached", "F", SHARE)
     sinks: int = 4
-    window: int = 128
+    window: int = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,12 +18,12 @@ from infinigen_jax.engine.engine import Engine
 from infinigen_jax.models import blueprint
 from infinigen_jax.policies import InfiniGen
 
-CONTEXT = 160  # more than sinks and window
+CONTEXT = 288  # more than sinks and window
 SYSTEMS = "infinigen full-device infinigen-paper transformers".split()
 SYSTEMS += ["transformers-static", "transformers-offloaded"]
 MEASURED = [name for name in SYSTEMS if name != "transformers-offloaded"]
 OURS = [name for name in MEASURED if is_ours(name)]
-TOKENS, ROUNDS, STEPS, TRACED = 3, 2, 129, 2  # 129 single steps: one of them flushes
+TOKENS, ROUNDS, STEPS, TRACED = 3, 2, 257, 2  # 257 single steps: one of them flushes
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -116,7 +116,7 @@ def test_what_systems_do(systems):
     assert systems["full-device"]["fetched_fraction"] is None
     # Two of three layers are streamed, and a fifth of the third one's rows is allowed.
     assert 2 / 3 < paper["fetched_fraction"] < 0.75
-    assert plain["host_cache_bytes"] * 3 == paper["host_cache_bytes"]
+    assert plain["host_cache_bytes"] == paper["host_cache_bytes"] > 0  # no layer is dense
     # Flushes are distinguished from other steps; with the paper's window every step flushes.
     singles = plain["single_steps"]
     nearest = min(abs(one - singles["flush_ms"]) for one in singles["milliseconds"])
@@ -283,7 +283,7 @@ def test_memory_against_its_plan():
     """In this process, the memory of a toy model is too small to measure."""
     case = memory.Case("toy", "toy", 120, batch=2, new_tokens=8)
     record = memory.measure(case)
-    assert record["planned"]["host_cache"] == 2 * 128 * 1 * 2 * 2 * 16 * 4
+    assert record["planned"]["host_cache"] == 2 * 256 * 1 * 2 * 2 * 16 * 4
     assert record["measured"]["total"] > record["measured"]["weights"] > 0
     assert record["ratio"] == record["planned"]["total"] / record["measured"]["total"]
     assert "planned/measured" in memory.line(record)

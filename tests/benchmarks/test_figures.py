@@ -16,8 +16,8 @@ from infinigen_jax.cli.options import read_policy
 from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.selection.select import budget_rows
 
-PROSE = "The old man went down to the sea, and nobody asked him where he had been. " * 8
-SMALL = ("--window", "248", "--context", "240", "--batch", "1", "--windows", "1", "--chunk", "4")
+PROSE = "The old man went down to the sea, and nobody asked him where he had been. " * 10
+SMALL = ("--window", "308", "--context", "300", "--batch", "1", "--windows", "1", "--chunk", "4")
 ITEM = {"query": "It rained", "connector": "because", "choices": ["of the sun.", "no."], "gold": 0}
 
 
@@ -25,7 +25,7 @@ ITEM = {"query": "It rained", "connector": "because", "choices": ["of the sun.",
 def model(tmp_path_factory) -> Path:
     """Three layers, so that one is left where the paper's settings stream two."""
     folder = tmp_path_factory.mktemp("figures")
-    sizes = {"vocab_size": 1024, "num_hidden_layers": 3, "max_position_embeddings": 256}
+    sizes = {"vocab_size": 1024, "num_hidden_layers": 3, "max_position_embeddings": 384}
     made = make_tiny(folder / "source", "llama", **sizes)
     return convert(add_tokenizer(made.folder), folder / "model", calibration=list(range(3, 96)))
 
@@ -70,9 +70,9 @@ def test_kv_size(figure):
         ("infinigen", "exact"),
     ]
     assert [x["relative_kv_size"] for x in lines][0] == 1 and "KV size" in table[0]
-    # A tenth of 239 to 246 tokens, 4 sinks and 127 recent ones.
+    # A tenth of 299 to 306 tokens, 4 sinks and 255 recent ones.
     assert lines[2]["relative_kv_size"] == pytest.approx(
-        sum((n // 10 + 131) / n for n in range(239, 247)) / 8
+        sum((n // 10 + 259) / n for n in range(299, 307)) / 8
     )
 
 
@@ -159,7 +159,7 @@ def test_limits_of_the_pool(figure):
 @pytest.mark.slow
 def test_positions(figure):
     table, record = figure("chunks", *SMALL, "--policy", "window", "--budget", "0.1")
-    assert [cell.strip() for cell in table[0].split("|")][5:7] == ["to 244", "to 248"]
+    assert [cell.strip() for cell in table[0].split("|")][5:7] == ["to 304", "to 308"]
     change = record["configurations"][1]["chunks"][0]["perplexity_change_percent"]
     assert f"{change:+.2f} %" in table[3]
 

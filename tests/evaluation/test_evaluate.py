@@ -32,7 +32,7 @@ KINDS: dict[type, str] = {
     "selected_fraction fetched_fraction attended_fraction hot_set_hit_rate "
     "host_to_device_bytes_per_token seconds",
 }
-SIZES = "--window 180 --context 148 --windows 3 --batch 2 --dense-layers 2".split()
+SIZES = "--window 320 --context 288 --windows 3 --batch 2 --dense-layers 2".split()
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def refused(refused, text):
 
 def test_table_and_record(tmp_path, text, command):
     result = tmp_path / "result.json"
-    text.write_text(PROSE * 5)
+    text.write_text(PROSE * 8)
     arguments = ["--text", text, "--json", result, *SIZES, "--chunk", "20", "--alpha", "inf"]
     arguments += ["--policy", "full", "infinigen", "--budget", "0.1", "--weight-dtype", "int8"]
     status, out, err = command(evaluate.main, "perplexity", *arguments)
@@ -73,7 +73,7 @@ def test_table_and_record(tmp_path, text, command):
     assert record["text"]["file"] == "text.txt" and record["text"]["prefix_tokens"] == 1
     assert record["model"]["weight_dtype"] == "int8"
     assert record["model"]["name"] == "books-llama" and record["versions"]["jax"]
-    sizes = dict(window=180, context=148, windows=3, batch=2, chunk=20)
+    sizes = dict(window=320, context=288, windows=3, batch=2, chunk=20)
     assert record["settings"] == sizes | {"likeliest": 128}
     # No path of this machine is recorded.
     assert str(tmp_path) not in result.read_text() and str(ROOT) not in result.read_text()
@@ -83,7 +83,7 @@ def test_table_and_record(tmp_path, text, command):
         assert set(line) == every and line["tokens"] == 3 * 32
         for kind, names in KINDS.items():
             assert {type(line[name]) for name in names.split()} - missing == {kind}, names
-        assert [chunk["to"] for chunk in line["chunks"]] == [168, 180]
+        assert [chunk["to"] for chunk in line["chunks"]] == [308, 320]
         assert np.mean(line["window_nats"]) == pytest.approx(line["nats_per_token"], abs=1e-6)
     assert full["reference"] and full["difference_nats"] is None
     assert full["fetched_fraction"] == full["attended_fraction"] == 1.0
@@ -270,7 +270,7 @@ def test_a_wrong_value_at_the_end_of_a_list_is_told_before_the_work(refused, tex
 
 
 def test_pools_that_cannot_be(refused, command, text):
-    said = refused(*SIZES, "--pool-tokens", "20", "--no-reference")
+    said = refused("--window", "64", "--pool-tokens", "20", "--no-reference")
     assert "--pool-tokens" in said and "use at least" in said and "--batch" not in said
     given = ("recall", "--text", text, "--pool-tokens", "50%", "--quiet")
     status, _, err = command(evaluate.main, *given)

@@ -86,7 +86,7 @@ BYTES = [
     ("--policy=infinigen-paper:index_dtype=float32",),
     ("--policy=full", "--dense-layers=9"),
     ("--policy=quest",),
-    ("--pool-tokens=128",),
+    ("--pool-tokens=128", "--policy=infinigen:window=32"),
 ]
 
 
