@@ -5,8 +5,9 @@
 
 A node holds one chunk, which ends where `Reading` cut it: a prompt that continues after it is read
 as if it had been read whole. Of arrays with an element for each token (rows, index) or block (sums
-of a tail), a node keeps the elements that the chunk may change; the others (recent rows, scales)
-are kept as they were at the chunk's end. The time to copy a chunk does not depend on the capacity.
+of a tail), a node keeps the elements that the chunk may change; the others (such as scales) are
+kept as they were at the chunk's end. Sinks and recent rows are found among the rows, unless these
+are quantised. The time to copy a chunk does not depend on the capacity.
 Answers are not stored, because decode steps compute their rows from the rows fetched at the time.
 """
 
@@ -15,6 +16,7 @@ import sys
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -35,8 +37,8 @@ class Node:
         self.parent, self.key, self.count = parent, tokens.tobytes(), len(tokens)
         self.start: int = 0 if parent is None else parent.end  # number of tokens before the chunk
         self.end = self.start + self.count
-        # Arrays of the cache, or the part that the chunk may change; last, if there are host
-        # layers, their rows [l, k, n, w].
+        # Arrays of the cache, the part that the chunk may change, or empty ones for what the rows
+        # have; last, if there are host layers, their rows [l, k, n, w].
         self.arrays: list[np.ndarray] = []
         self.children: dict[bytes, Node] = {}  # chunks that followed, by their tokens
         self.used = 0  # time of the last use, as a count
@@ -65,7 +67,8 @@ class PrefixCache:
         make = prefill.empty.of(decoder).trace
         traced = (make(batch=1, capacity=n, slots=n) for n in (capacity, 2 * capacity))
         small, large = (each.out_info for each in traced)
-        sums = [each.left for each in small.local if isinstance(each, Resident)]
+        resident = [each for each in small.local if isinstance(each, Resident)]
+        sums = [each.left for each in resident]
         # States may change as a whole, or consist of other numbers than 0 where they are empty.
         empty = jax.tree.leaves(decoder.policy.init(decoder.config, 1, capacity))
         changes = decoder.policy.observes or any(np.any(x) for x in empty)
@@ -83,8 +86,12 @@ class PrefixCache:
                 tokens = int(length == capacity)
             return _Axis(number, length, capacity, tokens, late)
 
-        shapes = (jax.tree.leaves(kept(cache)) for cache in (small, large))
+        shapes = [jax.tree.leaves(kept(cache)) for cache in (small, large)]
         self._axes = [axis(*pair) for pair in zip(*shapes, strict=True)]
+        # Host layer, and half of its rows, of the arrays that the rows have.
+        exact = resident if decoder.row_format.exact else []
+        halves = {id(x): (i, n) for i, each in enumerate(exact) for n, x in enumerate(each[:2])}
+        self._halves = [halves.get(id(leaf)) for leaf in shapes[0]]
         self._rows = _Axis(2, capacity, capacity, 1)
 
     def find(self, tokens: np.ndarray) -> Node:
@@ -110,8 +117,26 @@ class PrefixCache:
         """Fill an empty cache with what does not consist of chunks; `fill` adds these."""
         if not node.arrays:
             return cache
-        pairs = zip(node.arrays, self._axes, strict=False)
-        return filled(cache, cache.host, (None if axis.tokens else x for x, axis in pairs))
+        found = self._resident(node) if any(self._halves) else ()
+
+        def stored(array: np.ndarray, axis: _Axis, half: tuple[int, int] | None) -> Any:
+            if half is not None:
+                return found[half[1]][half[0], None]
+            return None if axis.tokens else array
+
+        arrays = map(stored, node.arrays, self._axes, self._halves)  # without the rows
+        return filled(cache, cache.host, arrays)
+
+    def _resident(self, node: Node) -> list[np.ndarray]:
+        """Return keys and values [l, k, n, d] of the sinks and recent tokens up to a node's end."""
+        slots = self._decoder.slots
+        positions = np.asarray(slots.positions(jnp.array([node.end - 1], jnp.int32))[0])
+        layers, heads, _, width = node.arrays[-1].shape
+        rows = np.zeros((layers, heads, slots.size, width), node.arrays[-1].dtype)
+        for each in node.chain():
+            here = (positions >= each.start) & (positions < each.end)
+            rows[:, :, here] = each.arrays[-1][:, :, positions[here] - each.start]
+        return np.split(rows, 2, axis=-1)
 
     def fill(self, node: Node, cache: Cache) -> Cache:
         """Write the chunk of a node to a cache that has those before it; the cache is donated."""
@@ -165,7 +190,9 @@ class PrefixCache:
         leaves = jax.tree.leaves(kept(cache))
         spans = [axis.span(node, self._size(node)) for axis in self._axes]
         for i, (axis, (start, count)) in enumerate(zip(self._axes, spans, strict=True)):
-            if axis.tokens:
+            if self._halves[i]:
+                leaves[i] = np.zeros(0, leaves[i].dtype)
+            elif axis.tokens:
                 given = self._decoder, leaves[i], np.int32(start)
                 leaves[i] = _cut(*given, axis=axis.number, count=count)
         for axis, (start, _), array in zip(self._axes, spans, jax.device_get(leaves), strict=True):

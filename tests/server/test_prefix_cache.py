@@ -90,6 +90,17 @@ def test_a_chunk_takes_as_much_memory_wherever_it_is():
     assert len(sizes) == 4 and sizes[1] == sizes[2] == sizes[3] >= sizes[0]
 
 
+def test_recent_rows_take_no_memory_of_their_own():
+    """They are found among the rows of the chunks."""
+    sizes = set()
+    for window in (4, 32):
+        made = engine("one", dataclasses.replace(SPARSE, window=window), 0, prefill_chunk=CHUNK)
+        prefixes = PrefixCache(made.decoder, CAPACITY, CHUNK, 1 << 24)
+        read(made, prefixes, PROMPT)
+        sizes.add(prefixes.bytes)
+    assert len(sizes) == 1
+
+
 def test_the_least_recently_used_chunks_are_evicted():
     made = engine("one", SPARSE, 0, prefill_chunk=CHUNK)
     everything = PrefixCache(made.decoder, CAPACITY, CHUNK, 1 << 24)
