@@ -42,7 +42,7 @@ SETTINGS = (
     "systems"
 ).split()
 PRESETS = {
-    "smoke": "--shape toy --contexts 160 320 --tokens 3 --rounds 2 --warmup 1 --steps 6 "
+    "smoke": "--shape toy --contexts 320 640 --tokens 3 --rounds 2 --warmup 1 --steps 6 "
     "--budget-rows 16",
     "cpu": "--contexts 4096 16384 32768",
     # bfloat16 has the size of the paper's float16, and random weights do not overflow it. Four

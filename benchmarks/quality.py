@@ -29,9 +29,10 @@ PERPLEXITY = "infinigen_jax.evaluate perplexity --text {text} --chunk {chunk}"
 RECALL = "infinigen_jax.evaluate recall --text {text} --chunk {chunk}"
 RETRIEVAL = "infinigen_jax.evaluate retrieval --items 10 --batch 50 --length 1024"
 BUDGETS = "--budget 0.05 0.1"
-# Recent tokens with the memory of InfiniGen's index and tail, in addition to the usual 32, in rows
+# Recent tokens with the memory of InfiniGen's index and tail, in addition to its own 32, in rows
 # of bfloat16. The other policies keep per token 8 bytes of a page's bounds, 4 of a sum of attention
 # or 64 of a key, more than InfiniGen keeps, while a row has 128.
+OURS = "infinigen:window=32"
 OTHERS = "window:window=176 quest:window=112 h2o:window=144 previous-query:window=32"
 # Layers that the conversion keeps dense for a query speculated one layer earlier.
 DENSE_AHEAD = {"books-llama": 2, "tiny-llama": 1, "tiny-opt": 2}
@@ -100,10 +101,12 @@ EXPERIMENTS = {
         "--policy full infinigen"
     ),
     **{
-        f"perplexity-books-{model}": _many_books(model, dense_layers, f"infinigen {CORRECTED}")
+        f"perplexity-books-{model}": _many_books(
+            model, dense_layers, f"{OURS} {CORRECTED},window=32"
+        )
         for model, dense_layers in DENSE_AHEAD.items()
     },
-    "perplexity-none-dense-books-llama": _many_books("books-llama", 0, "infinigen", windows=48),
+    "perplexity-none-dense-books-llama": _many_books("books-llama", 0, OURS, windows=48),
     "perplexity-rows": _perplexity("--budget 0.1 --rows auto int8 int4 --policy full infinigen"),
     "perplexity-parts": _perplexity(
         "--budget 0.05 --policy full infinigen infinigen:count=mean infinigen:basis=svd "

@@ -35,11 +35,11 @@ RULES = (
     "infinigen:alpha=6,partial_ratio=1.0 infinigen:alpha=6,tail_tokens=32"
 )
 RECENT = (
-    "full infinigen infinigen:window=32 infinigen:window=64 infinigen:window=256 "
+    "full infinigen infinigen:window=32 infinigen:window=64 infinigen:window=128 "
     "infinigen:window=32,sinks=16"
 )
 RECENT_AHEAD = (
-    f"full {AHEAD} {AHEAD},window=32 {AHEAD},window=256 quest:window=256 h2o:window=256 "
+    f"full {AHEAD} {AHEAD},window=32 {AHEAD},window=128 quest:window=256 h2o:window=256 "
     "window:window=256"
 )
 COLUMNS = "full infinigen infinigen:tail_columns=4 infinigen:tail_columns=16"

@@ -20,7 +20,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_evaluation_options(
         parser,
         tasks=False,
-        policy=["infinigen", "infinigen-paper", "h2o", "window"],
+        policy=["infinigen:window=32", "infinigen-paper", "h2o:window=32", "window:window=32"],
         budget=[0.05],
         context=64,
         chunk=128,

@@ -24,7 +24,8 @@ PAPER = ((2, 0.2), (4, 0.2), (5, 0.4), (7, 0.6))  # alpha and budget for OPT-6.7
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    policies = [f"{name}:budget={b}" for name in ("infinigen", "h2o", "window") for b in BUDGETS]
+    names = ("infinigen", "h2o", "window")
+    policies = [f"{name}:window=32,budget={b}" for name in names for b in BUDGETS]
     policies += [f"infinigen-paper:alpha={a},budget={b}" for a, b in PAPER]
     add_evaluation_options(
         parser, tasks=True, policy=["full", *policies], rows=["auto", "int8", "int4"]

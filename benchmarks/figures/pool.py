@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_evaluation_options(
         parser,
         tasks=False,
-        policy=["infinigen"],
+        policy=["infinigen:window=32"],
         budget=[0.1],
         context=64,
         pool_tokens=["all", 0.8, 0.6],

@@ -183,14 +183,13 @@ class Resident(NamedTuple):
     ) -> "Resident":
         """Add the current token's row, in place if donated; see `extend`."""
         slot, left = slots.of(position), self.left
-        kept, row = (self.keys, self.values), (key, value)
+        kept, new = (self.keys, self.values), (key, value)
         if left is not None:
-            at = slot[:, None, None, None]
-            leaving = jnp.concatenate([jnp.take_along_axis(x, at, axis=2) for x in kept], axis=-1)
+            leaving = self._rows_at(slot[:, None])
             # The barrier fixes two orders. The old row is read before it is overwritten, or XLA may
             # copy the ring. It is read after the new row is known, or XLA may read it during the
             # transfer for an earlier layer.
-            leaving, kept, row = lax.optimization_barrier((leaving, kept, row))
+            leaving, kept, new = lax.optimization_barrier((leaving, kept, new))
             left_at = position - slots.window
             values = summed(leaving)[:, :, 0].astype(jnp.float32)
             values = jnp.where((left_at >= slots.sinks)[:, None, None], values, 0.0)
@@ -200,8 +199,8 @@ class Resident(NamedTuple):
             left = _put(left, before + values, block)
             # XLA:CPU removes the barrier before it inserts copies; `after` keeps the order.
             block_sum = jnp.take_along_axis(left, at, axis=2)[:, :, 0]
-            row = lax.platform_dependent(row, block_sum, cpu=after, default=lambda row, _: row)
-        keys, values = (_put(x, new, slot) for x, new in zip(kept, row, strict=True))
+            new = lax.platform_dependent(new, block_sum, cpu=after, default=lambda new, _: new)
+        keys, values = (_put(x, row, slot) for x, row in zip(kept, new, strict=True))
         return Resident(keys, values, left)
 
     def part(self, position: Int[Array, " b"], slots: Slots) -> Part:
@@ -211,8 +210,10 @@ class Resident(NamedTuple):
     def since(self, start: Int[Array, " b"], slots: Slots) -> Float[Array, "b k n w"]:
         """Return the `window` rows from position `start` on, in order of position."""
         positions = start[:, None] + jnp.arange(slots.window, dtype=jnp.int32)[None]
-        at = slots.of(positions)[:, None, :, None]
-        kept = self.keys, self.values
+        return self._rows_at(slots.of(positions))
+
+    def _rows_at(self, slots: Int[Array, "b m"]) -> Float[Array, "b k m w"]:
+        at, kept = slots[:, None, :, None], (self.keys, self.values)
         return jnp.concatenate([jnp.take_along_axis(x, at, axis=2) for x in kept], axis=-1)
 
 

@@ -13,6 +13,7 @@ from jaxtyping import Int
 from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.files.regular import read_text
 from infinigen_jax.numeric import whole_number
+from infinigen_jax.settings.policy import BudgetSettings
 from infinigen_jax.text.tokenizer import check_vocabulary
 
 if TYPE_CHECKING:
@@ -138,6 +139,11 @@ def load_windows(session: "Session") -> tuple["Model", np.ndarray, dict[str, Any
     windows, described = cut_windows(session.arguments, text, model)
     session.record |= described
     settings = described["settings"]
+    policies = [configuration.policy for configuration in session.chosen]
+    for policy in {policy for policy in policies if isinstance(policy, BudgetSettings)}:
+        if policy.sinks + policy.window >= settings["window"]:
+            resident = f"its sinks and {policy.window} recent tokens are a whole window"
+            session.say(f"{policy.name} selects nothing: {resident}; lower `{policy.name}:window=`")
     return model, windows, settings, windows.size - len(windows) * settings["context"]
 
 

@@ -16,7 +16,6 @@ import sys
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -88,10 +87,10 @@ class PrefixCache:
 
         shapes = [jax.tree.leaves(kept(cache)) for cache in (small, large)]
         self._axes = [axis(*pair) for pair in zip(*shapes, strict=True)]
-        # Host layer, and half of its rows, of the arrays that the rows have.
-        exact = resident if decoder.row_format.exact else []
-        halves = {id(x): (i, n) for i, each in enumerate(exact) for n, x in enumerate(each[:2])}
-        self._halves = [halves.get(id(leaf)) for leaf in shapes[0]]
+        # For each array that the rows contain, its host layer, and 0 for keys or 1 for values.
+        found = enumerate(resident if decoder.row_format.exact else ())
+        in_rows = {id(x): (i, half) for i, each in found for half, x in enumerate(each[:2])}
+        self._in_rows = [in_rows.get(id(leaf)) for leaf in shapes[0]]
         self._rows = _Axis(2, capacity, capacity, 1)
 
     def find(self, tokens: np.ndarray) -> Node:
@@ -117,20 +116,24 @@ class PrefixCache:
         """Fill an empty cache with what does not consist of chunks; `fill` adds these."""
         if not node.arrays:
             return cache
-        found = self._resident(node) if any(self._halves) else ()
+        resident = self._resident(node) if any(self._in_rows) else ()
 
-        def stored(array: np.ndarray, axis: _Axis, half: tuple[int, int] | None) -> Any:
-            if half is not None:
-                return found[half[1]][half[0], None]
+        def stored(array: np.ndarray, axis: _Axis, in_rows: tuple[int, int] | None) -> Any:
+            if in_rows is not None:
+                layer, half = in_rows
+                return resident[half][layer, None]
             return None if axis.tokens else array
 
-        arrays = map(stored, node.arrays, self._axes, self._halves)  # without the rows
+        arrays = map(stored, node.arrays, self._axes, self._in_rows)  # without the rows
         return filled(cache, cache.host, arrays)
 
     def _resident(self, node: Node) -> list[np.ndarray]:
         """Return keys and values [l, k, n, d] of the sinks and recent tokens up to a node's end."""
         slots = self._decoder.slots
-        positions = np.asarray(slots.positions(jnp.array([node.end - 1], jnp.int32))[0])
+        positions = np.full(slots.size, -1)
+        positions[: slots.sinks] = np.arange(slots.sinks)
+        recent = np.arange(max(slots.sinks, node.end - slots.window), node.end)
+        positions[slots.sinks + (recent - slots.sinks) % slots.window] = recent
         layers, heads, _, width = node.arrays[-1].shape
         rows = np.zeros((layers, heads, slots.size, width), node.arrays[-1].dtype)
         for each in node.chain():
@@ -190,7 +193,7 @@ class PrefixCache:
         leaves = jax.tree.leaves(kept(cache))
         spans = [axis.span(node, self._size(node)) for axis in self._axes]
         for i, (axis, (start, count)) in enumerate(zip(self._axes, spans, strict=True)):
-            if self._halves[i]:
+            if self._in_rows[i]:
                 leaves[i] = np.zeros(0, leaves[i].dtype)
             elif axis.tokens:
                 given = self._decoder, leaves[i], np.int32(start)

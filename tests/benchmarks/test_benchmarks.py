@@ -281,9 +281,10 @@ def test_attention_is_peaked_and_mostly_common_to_all_queries(name):
 @pytest.mark.bench
 def test_memory_against_its_plan():
     """In this process, the memory of a toy model is too small to measure."""
-    case = memory.Case("toy", "toy", 120, batch=2, new_tokens=8)
+    options = ("--policy=infinigen:window=32",)
+    case = memory.Case("toy", "toy", 120, batch=2, new_tokens=8, options=options)
     record = memory.measure(case)
-    assert record["planned"]["host_cache"] == 2 * 256 * 1 * 2 * 2 * 16 * 4
+    assert record["planned"]["host_cache"] == 2 * 128 * 1 * 2 * 2 * 16 * 4
     assert record["measured"]["total"] > record["measured"]["weights"] > 0
     assert record["ratio"] == record["planned"]["total"] / record["measured"]["total"]
     assert "planned/measured" in memory.line(record)

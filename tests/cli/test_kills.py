@@ -57,7 +57,7 @@ def test_evaluating(shallow_folder, tmp_path):
     rng, killed = random.Random(2), 0
     arguments = ("perplexity", "--text", DEFAULT_TEXT, "--window", "48", "--windows", "2")
     arguments += ("--budget", "0.1", "0.3", "--model", shallow_folder / "tiny-llama")
-    arguments += ("--quiet", "--json")
+    arguments += ("--policy", "infinigen:window=8", "--quiet", "--json")
     finish(start("evaluate", *arguments, tmp_path / "whole"))  # compiles for the others
     began = time.monotonic()
     finish(start("evaluate", *arguments, tmp_path / "whole"))

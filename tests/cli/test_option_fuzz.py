@@ -29,9 +29,10 @@ HOSTILE = [
 ]  # fmt: skip
 SENSIBLE = {
     "policy": [
-        *("full", "infinigen", "infinigen-paper", "window", "h2o", "quest:page=8"),
-        *("infinigen:index_dtype=float32,basis=svd", "infinigen:query=plain,count=mean"),
-        *("infinigen:query=own,layer_budgets=equal", "infinigen:speculate_from=resident"),
+        *("full", "infinigen", "infinigen-paper", "window", "h2o:window=4"),
+        *("quest:page=8,window=4", "infinigen:index_dtype=float32,basis=svd,window=4"),
+        *("infinigen:query=plain,count=mean,window=4", "infinigen:speculate_from=resident"),
+        "infinigen:query=own,layer_budgets=equal,window=4",
     ],
 }
 SENSIBLE |= {"budget": ["0.5", "1"], "partial_ratio": ["0.5"], "rows": ["int8", "auto"]}
@@ -40,13 +41,15 @@ SENSIBLE |= {"transfer": ["xla", "auto"], "weights": ["host", "device"], "hot_se
 SENSIBLE |= {"schedule": ["layerwise", "fused"], "dtype": ["float32", "bfloat16"]}
 SENSIBLE |= {"speculate_from": ["input", "resident"], "prompt": ["The king"]}
 SENSIBLE |= {"temperature": ["0.7"], "top_p": ["0.9"]}
+LONG = {"max_position_embeddings": 256}  # than a length of 120
 BANDWIDTHS = ("--device-bandwidth", "9", "--copy-bandwidth", "9")
+POLICY, WINDOW = ("--policy", "infinigen:window=4"), ("--window", "24", "--windows", "1")
 BASE: dict[str, list[str]] = {
     "generate": ["--model", "model", "--max-new-tokens", "2"],
     "convert": ["source", "out", "--calibration", "text"],
-    "plan": ["--model", "model", "--context", "64", *BANDWIDTHS],
-    "perplexity": ["--model", "model", "--text", "text", "--window", "24", "--windows", "1"],
-    "recall": ["--model", "model", "--text", "text", "--window", "24", "--windows", "1"],
+    "plan": ["--model", "model", "--context", "64", *BANDWIDTHS, *POLICY],
+    "perplexity": ["--model", "model", "--text", "text", *WINDOW, *POLICY],
+    "recall": ["--model", "model", "--text", "text", *WINDOW, *POLICY],
     "retrieval": ["--model", "model", "--length", "120", "--items", "1"],
 }  # fmt: skip
 MAINS: dict[str, Callable[..., int]] = {
@@ -85,7 +88,7 @@ def drawn(rng: random.Random, name: str, options: list[argparse.Action]) -> list
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("options")
-    made = make_tiny(root / "source", "llama", num_hidden_layers=2, vocab_size=1024)
+    made = make_tiny(root / "source", "llama", num_hidden_layers=2, vocab_size=1024, **LONG)
     add_tokenizer(made.folder)
     (root / "text").write_text("The king said that the ship lay at anchor in the bay. " * 40)
     given = (made.folder, root / "model", "--calibration", root / "text")

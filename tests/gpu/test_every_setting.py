@@ -48,7 +48,11 @@ VERIFIED = [{"rows": "int8"}, WEIGHTS, PREFIX, WAITING]
 CASES: list[tuple[str, Policy, dict[str, Any]]] = [
     *((name, INFINIGEN, {}) for name in ("gqa", "opt", "windows", "qwen3")),
     *((name, INFINIGEN, {"dtype": "bfloat16"}) for name in ("gqa", "opt", "windows")),
-    *(("gqa", kind(), ON_HOST) for name, kind in POLICIES.items() if name != "infinigen-paper"),
+    *(
+        ("gqa", kind(window=4), ON_HOST)
+        for name, kind in POLICIES.items()
+        if name != "infinigen-paper"
+    ),
     ("gqa", POLICIES["infinigen-paper"](), {}),
     *(("gqa", dataclasses.replace(INFINIGEN, **changes), {}) for changes in CHANGES),
     *(

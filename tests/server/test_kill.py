@@ -112,6 +112,7 @@ def test_killed_servers_leave_no_damaged_file(tmp_path: Path):
 
 
 RAY = "--context 1024 --batch 4 --replicas 2 --replica-cpus 0.5 --no-page".split()
+RAY += ["--policy", "infinigen:window=8"]
 
 
 @pytest.fixture

@@ -40,6 +40,7 @@ def stored(prefixes: PrefixCache, tokens: np.ndarray) -> int:
     "policy, settings",
     [
         pytest.param(SPARSE, {}, id="exact"),
+        pytest.param(dataclasses.replace(TAILED, window=100), {}, id="window-of-several-chunks"),
         pytest.param(TAILED, {"rows": "int8", "hot_set": 1.5}, id="int8-tail"),
         pytest.param(dataclasses.replace(TAILED, tail_tokens=1), {}, id="tail-by-token"),
         pytest.param(Quest(budget=0.2, window=4), {}, id="bounds-of-pages"),
