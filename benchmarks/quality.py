@@ -32,8 +32,8 @@ BUDGETS = "--budget 0.05 0.1"
 # Recent tokens with the memory of InfiniGen's index and tail, in addition to its own 32, in rows
 # of bfloat16. The other policies keep per token 8 bytes of a page's bounds, 4 of a sum of attention
 # or 64 of a key, more than InfiniGen keeps, while a row has 128.
-OURS = "infinigen:window=32"
 OTHERS = "window:window=176 quest:window=112 h2o:window=144 previous-query:window=32"
+OURS = "infinigen:window=32"
 # Layers that the conversion keeps dense for a query speculated one layer earlier.
 DENSE_AHEAD = {"books-llama": 2, "tiny-llama": 1, "tiny-opt": 2}
 CORRECTED = "infinigen:query=corrected"

@@ -162,19 +162,16 @@ REAL_OTHERS: Titled = [
     ("window", {"policy": "window"}),
 ]
 REAL = [*REAL_OURS, *REAL_OTHERS]
-# Tokens, budget, the result that has them, and whether it is with the default window, not 32.
+# Tokens and budget, and the result that has them, all with 32 recent tokens.
 SIZES: Titled = [
-    (
-        f"{tokens:,} tokens, {budget:.0%}" + ", default window" * default,
-        {"budget": budget, "result": f"real-model/{result}"},
-    )
-    for tokens, budget, result, default in (
-        (2048, 0.05, "policies-{text}-2048", False),
-        (4096, 0.02, "budgets-{text}-4096", False),
-        (4096, 0.05, "policies-{text}-4096", True),
-        (4096, 0.1, "budgets-{text}-4096", False),
-        (8192, 0.05, "length-{text}-8192", False),
-        (8192, 0.1, "length-{text}-8192", False),
+    (f"{tokens:,} tokens, {budget:.0%}", {"budget": budget, "result": f"real-model/{result}"})
+    for tokens, budget, result in (
+        (2048, 0.05, "policies-{text}-2048"),
+        (4096, 0.02, "budgets-{text}-4096"),
+        (4096, 0.05, "many-{text}-4096"),
+        (4096, 0.1, "budgets-{text}-4096"),
+        (8192, 0.05, "length-{text}-8192"),
+        (8192, 0.1, "length-{text}-8192"),
     )
 ]
 RULES: Titled = [

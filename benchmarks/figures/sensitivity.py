@@ -26,10 +26,10 @@ ALPHA_SWEEP_RATIO = {"infinigen-paper": 0.2, "infinigen": 0.75}  # for the sweep
 def add_options(parser: argparse.ArgumentParser) -> None:
     sweeps: dict[str, None] = {}  # the two share a point
     for name, ratio in ALPHA_SWEEP_RATIO.items():
-        kept = ",window=32" if name == "infinigen" else ""
+        window = ",window=32" if name == "infinigen" else ""
         pairs = [(alpha, ratio) for alpha in ALPHAS] + [(ALPHA, each) for each in RATIOS[name]]
         for alpha, ratio in pairs:
-            sweeps.setdefault(f"{name}:alpha={alpha:g},partial_ratio={ratio:g}{kept}")
+            sweeps.setdefault(f"{name}:alpha={alpha:g},partial_ratio={ratio:g}{window}")
     add_evaluation_options(parser, tasks=True, policy=list(sweeps), budget=[0.2])
 
 

@@ -183,13 +183,13 @@ class Resident(NamedTuple):
     ) -> "Resident":
         """Add the current token's row, in place if donated; see `extend`."""
         slot, left = slots.of(position), self.left
-        kept, new = (self.keys, self.values), (key, value)
+        rows, new = (self.keys, self.values), (key, value)
         if left is not None:
             leaving = self._rows_at(slot[:, None])
             # The barrier fixes two orders. The old row is read before it is overwritten, or XLA may
             # copy the ring. It is read after the new row is known, or XLA may read it during the
             # transfer for an earlier layer.
-            leaving, kept, new = lax.optimization_barrier((leaving, kept, new))
+            leaving, rows, new = lax.optimization_barrier((leaving, rows, new))
             left_at = position - slots.window
             values = summed(leaving)[:, :, 0].astype(jnp.float32)
             values = jnp.where((left_at >= slots.sinks)[:, None, None], values, 0.0)
@@ -200,7 +200,7 @@ class Resident(NamedTuple):
             # XLA:CPU removes the barrier before it inserts copies; `after` keeps the order.
             block_sum = jnp.take_along_axis(left, at, axis=2)[:, :, 0]
             new = lax.platform_dependent(new, block_sum, cpu=after, default=lambda new, _: new)
-        keys, values = (_put(x, row, slot) for x, row in zip(kept, new, strict=True))
+        keys, values = (_put(x, row, slot) for x, row in zip(rows, new, strict=True))
         return Resident(keys, values, left)
 
     def part(self, position: Int[Array, " b"], slots: Slots) -> Part:
@@ -213,8 +213,8 @@ class Resident(NamedTuple):
         return self._rows_at(slots.of(positions))
 
     def _rows_at(self, slots: Int[Array, "b m"]) -> Float[Array, "b k m w"]:
-        at, kept = slots[:, None, :, None], (self.keys, self.values)
-        return jnp.concatenate([jnp.take_along_axis(x, at, axis=2) for x in kept], axis=-1)
+        at, rows = slots[:, None, :, None], (self.keys, self.values)
+        return jnp.concatenate([jnp.take_along_axis(x, at, axis=2) for x in rows], axis=-1)
 
 
 Local = DenseLayer | Sliding | Resident  # rows that the device keeps of a layer

@@ -140,10 +140,11 @@ def load_windows(session: "Session") -> tuple["Model", np.ndarray, dict[str, Any
     session.record |= described
     settings = described["settings"]
     policies = [configuration.policy for configuration in session.chosen]
-    for policy in {policy for policy in policies if isinstance(policy, BudgetSettings)}:
-        if policy.sinks + policy.window >= settings["window"]:
-            resident = f"its sinks and {policy.window} recent tokens are a whole window"
-            session.say(f"{policy.name} selects nothing: {resident}; lower `{policy.name}:window=`")
+    whole = [p for p in policies if isinstance(p, BudgetSettings)]
+    whole = [p for p in whole if p.sinks + p.window >= settings["window"]]
+    for name, recent in dict.fromkeys((p.name, p.window) for p in whole):
+        resident = f"its sinks and {recent} recent tokens cover the whole text window"
+        session.say(f"{name} selects nothing: {resident}; lower `{name}:window=`")
     return model, windows, settings, windows.size - len(windows) * settings["context"]
 
 

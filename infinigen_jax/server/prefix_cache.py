@@ -36,8 +36,8 @@ class Node:
         self.parent, self.key, self.count = parent, tokens.tobytes(), len(tokens)
         self.start: int = 0 if parent is None else parent.end  # number of tokens before the chunk
         self.end = self.start + self.count
-        # Arrays of the cache, the part that the chunk may change, or empty ones for what the rows
-        # have; last, if there are host layers, their rows [l, k, n, w].
+        # Arrays of the cache, the part that the chunk may change, or empty ones for arrays copied
+        # from the rows; last, if there are host layers, their rows [l, k, n, w].
         self.arrays: list[np.ndarray] = []
         self.children: dict[bytes, Node] = {}  # chunks that followed, by their tokens
         self.used = 0  # time of the last use, as a count
@@ -124,7 +124,7 @@ class PrefixCache:
                 return resident[half][layer, None]
             return None if axis.tokens else array
 
-        arrays = map(stored, node.arrays, self._axes, self._in_rows)  # without the rows
+        arrays = map(stored, node.arrays, self._axes, self._in_rows)  # ends before the host rows
         return filled(cache, cache.host, arrays)
 
     def _resident(self, node: Node) -> list[np.ndarray]:

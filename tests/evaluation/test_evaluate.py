@@ -271,10 +271,10 @@ def test_a_wrong_value_at_the_end_of_a_list_is_told_before_the_work(refused, tex
 
 def test_windows_too_short_to_select_are_mentioned(text, command):
     asked = ["--text", text, "--window", "64", "--windows", "1", "--model", "tiny-llama"]
-    asked += ["--policy", "h2o", "window:window=8", "--no-reference"]
+    asked += ["--policy", "h2o", "window:window=8", "--budget", "0.1", "0.2", "--no-reference"]
     status, _, err = command(evaluate.main, "perplexity", *asked)
     assert status == 0 and err.count("selects nothing") == 1
-    assert "h2o selects nothing: its sinks and 256 recent tokens are a whole window" in err
+    assert "h2o selects nothing: its sinks and 256 recent tokens cover the whole text window" in err
 
 
 def test_pools_that_cannot_be(refused, command, text):

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from runtime import SPARSE, TAILED, engine
+from runtime import SPARSE, TAILED, engine, random_model
 
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.live_batch import Reading
@@ -15,6 +15,7 @@ from infinigen_jax.prefill.prefill import empty_cache
 from infinigen_jax.server.prefix_cache import Node, PrefixCache
 
 CAPACITY, CHUNK = 256, 64
+LONG = dataclasses.replace(TAILED, window=100)  # bfloat16, too
 PROMPT = np.random.default_rng(0).integers(3, 96, 150).astype(np.int32)
 
 
@@ -40,7 +41,7 @@ def stored(prefixes: PrefixCache, tokens: np.ndarray) -> int:
     "policy, settings",
     [
         pytest.param(SPARSE, {}, id="exact"),
-        pytest.param(dataclasses.replace(TAILED, window=100), {}, id="window-of-several-chunks"),
+        pytest.param(LONG, {}, id="window-of-several-chunks"),
         pytest.param(TAILED, {"rows": "int8", "hot_set": 1.5}, id="int8-tail"),
         pytest.param(dataclasses.replace(TAILED, tail_tokens=1), {}, id="tail-by-token"),
         pytest.param(Quest(budget=0.2, window=4), {}, id="bounds-of-pages"),
@@ -49,7 +50,8 @@ def stored(prefixes: PrefixCache, tokens: np.ndarray) -> int:
     ],
 )
 def test_restored_states_are_equal_bits(policy, settings):
-    made = engine("one", policy, 0, prefill_chunk=CHUNK, **settings)
+    model = random_model("one", "bfloat16" if policy is LONG else "float32")
+    made = Engine(model, policy=policy, dense_layers=0, prefill_chunk=CHUNK, **settings)
     prefixes = PrefixCache(made.decoder, CAPACITY, CHUNK, 1 << 24)
     whole, cached = read(made, prefixes, PROMPT)
     assert cached == 0
