@@ -132,16 +132,16 @@ def add_window_options(parser: argparse.ArgumentParser, *, required: bool = True
 def load_windows(session: "Session") -> tuple["Model", np.ndarray, dict[str, Any], int]:
     """Load the model and cut the text of a session, and describe both in its record.
 
-    Return model, windows [w, n] int32, settings (see `cut_windows`) and number of scored tokens.
+    Say which policies select nothing in windows of this length. Return model, windows [w, n] int32,
+    settings (see `cut_windows`) and number of scored tokens.
     """
     text = Text.read(session.arguments.text)
     model = session.load()
     windows, described = cut_windows(session.arguments, text, model)
     session.record |= described
     settings = described["settings"]
-    policies = [configuration.policy for configuration in session.chosen]
-    whole = [p for p in policies if isinstance(p, BudgetSettings)]
-    whole = [p for p in whole if p.sinks + p.window >= settings["window"]]
+    chosen = [c.policy for c in session.chosen if isinstance(c.policy, BudgetSettings)]
+    whole = [p for p in chosen if p.sinks + p.window >= settings["window"]]
     for name, recent in dict.fromkeys((p.name, p.window) for p in whole):
         resident = f"its sinks and {recent} recent tokens cover the whole text window"
         session.say(f"{name} selects nothing: {resident}; lower `{name}:window=`")

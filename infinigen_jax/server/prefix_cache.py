@@ -130,6 +130,7 @@ class PrefixCache:
     def _resident(self, node: Node) -> list[np.ndarray]:
         """Return keys and values [l, k, n, d] of the sinks and recent tokens up to a node's end."""
         slots = self._decoder.slots
+        # As `Slots.positions`, which would wait for the device's other work.
         positions = np.full(slots.size, -1)
         positions[: slots.sinks] = np.arange(slots.sinks)
         recent = np.arange(max(slots.sinks, node.end - slots.window), node.end)
