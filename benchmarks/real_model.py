@@ -120,7 +120,7 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     chosen["decode-bfloat16"] = f"{decode} --systems {bfloat16}"
     chosen["decode-tail"] = f"{decode} --systems infinigen infinigen:tail=false"
     chosen["startup-peers"] = f"benchmarks.startup --prompts 32 1024 4096 {files}"
-    chosen["startup"] = "benchmarks.startup --prompts 7680 --text {wiki}"
+    chosen["startup"] = "benchmarks.startup --prompts 7680 --new-tokens 8 --text {wiki}"
     known = {"model": options.model, "gguf": options.gguf, **texts}
     return {
         name: [part.format(**known) for part in f"{template} --model {{model}}".split()]

@@ -4,7 +4,8 @@
     python -m benchmarks.startup --model DIR --text F --prompts 32 7680 --gguf FILE
 
 The first one converts a random model in LLaMA's shape (d 576, 9 query and 3 KV heads of 64). The
-second one takes a converted model to its first token, and with its GGUF file llama.cpp as well.
+second one takes a converted model to its first token, or to that of `--new-tokens`, and with its
+GGUF file llama.cpp to the first.
 Each run is a process, whose peak memory is measured: `cold` begins with an empty cache of programs,
 `warm` with that of an earlier run. Processor seconds hardly depend on the machine's other load.
 """
@@ -101,12 +102,12 @@ def measure(folder: Path, layers: int, repeats: int) -> dict[str, float]:
 
 
 def measure_given(folder: Path, chosen: argparse.Namespace, tokens: int) -> dict[str, Any]:
-    """Measure the first token of a converted model after a prompt of about `tokens` tokens."""
+    """Measure a converted model's new tokens after a prompt of about `tokens` tokens."""
     tokenizer, file = load_tokenizer(chosen.model), folder / f"prompt-{tokens}.txt"
     file.write_text(tokenizer.decode(text_tokens(tokenizer, chosen.text, tokens)))
-    given = ["--raw", "--prompt-file", str(file), "--max-new-tokens", "1"]
+    given = ["--raw", "--prompt-file", str(file), "--max-new-tokens", str(chosen.new_tokens)]
     found = cold_and_warm(chosen.model, folder / f"of-{tokens}", chosen.repeats, given)
-    record: dict[str, Any] = {"prompt_tokens": tokens} | found
+    record: dict[str, Any] = {"prompt_tokens": tokens, "new_tokens": chosen.new_tokens} | found
     if chosen.gguf:
         ids = folder / f"prompt-{tokens}.json"
         ids.write_text(json.dumps(tokenizer.encode(file.read_text())))
@@ -127,6 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", type=Path, metavar="DIR", help="a converted model instead")
     parser.add_argument("--text", type=Path, metavar="F", help="text of its prompts")
     parser.add_argument("--prompts", type=int, nargs="+", default=[32], metavar="N")
+    parser.add_argument("--new-tokens", type=int, default=1, metavar="N", help="after each prompt")
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="its file, for llama.cpp")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, metavar="F")

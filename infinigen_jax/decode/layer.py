@@ -161,6 +161,7 @@ class Decoder(Layout):
                 capacity=capacity,
                 share=target.weights.get("share"),
                 held=None if rows is None else held(rows, positions, self.policy.window),
+                exceeded=self.exceeded,
             )
         )
         if not isinstance(request, Request):

@@ -83,7 +83,8 @@ class DeviceRows(NamedTuple):
         def attend_first(slots: int) -> Array:
             return attend(q, Part(*(x[:, :, :slots] for x in part)), cap=cap)
 
-        o = over_used(attend_first, jnp.max(self.positions) + 1, part.keys.shape[2])
+        sizes = part.keys.shape[2], self.layout.exceeded
+        o = over_used(attend_first, jnp.max(self.positions) + 1, *sizes)
         return o, self, carry.counts
 
 

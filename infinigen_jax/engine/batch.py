@@ -11,6 +11,7 @@ leaves the ring, regardless of when its sequence began.
 
 import abc
 import collections
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -53,12 +54,16 @@ class Stepped(NamedTuple):
 
 
 class Dispatcher:
-    """Dispatch of compiled decode steps, in either schedule, without waiting for the device."""
+    """Dispatch of compiled decode steps, in either schedule, without waiting for the device.
 
-    def __init__(self, runtime: Runtime, *, drafts: bool = False):
-        self.decoder, self.weights = runtime.decoder, runtime.weights
+    For `exceeded` see `Layout`.
+    """
+
+    def __init__(self, runtime: Runtime, exceeded: int, *, drafts: bool = False):
+        decoder, self.weights = runtime.decoder, runtime.weights
         if drafts:
-            self.decoder, self.weights = runtime.drafter
+            decoder, self.weights = runtime.drafter
+        self.decoder = dataclasses.replace(decoder, exceeded=exceeded)
         self._steps, self._numbers = steps(self.decoder), host_numbers(self.decoder)
         self._check = runtime.settings.check
         self._layerwise = runtime.settings.schedule == "layerwise" and not self._check
@@ -94,14 +99,15 @@ class Batch(abc.ABC):
     """Sequences that are decoded together.
 
     A step replaces `cache`, and is donated its arrays. `cached`, [b], are the tokens in it after
-    all dispatched steps; the array is never changed in place.
+    all dispatched steps; the array is never changed in place. For `exceeded` see `Layout`.
     """
 
     cache: Cache
 
-    def __init__(self, runtime: Runtime, cached: np.ndarray):
+    def __init__(self, runtime: Runtime, cached: np.ndarray, exceeded: int = 0):
         self.runtime, self.decoder, self.cached = runtime, runtime.decoder, cached
-        self.dispatcher, self._at = Dispatcher(runtime), Placement(runtime.mesh)
+        self.exceeded = exceeded
+        self.dispatcher, self._at = Dispatcher(runtime, exceeded), Placement(runtime.mesh)
         self._since_flush, self._left = 0, False
 
     @property

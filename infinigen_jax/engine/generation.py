@@ -23,6 +23,7 @@ from infinigen_jax.engine.results import Choice, Clock, Stats, choices_of, moved
 from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.engine.sampler import Drawn, Sampler, repetitions
 from infinigen_jax.errors import InputError, ParameterError
+from infinigen_jax.ops.used_slots import largest_below
 from infinigen_jax.prefill.prefill import Notify, Prefilled
 from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.sampling import LogProbs
@@ -83,10 +84,13 @@ class Run(Batch):
         size = min(batch or len(prompts), len(prompts))
         if fit:
             size = batch_that_fits(runtime, reader, longest, size)
-        super().__init__(runtime, self.prompt_lengths[:size])
         self.owners, self._reader = Owners(self.prompt_lengths, size), reader(size)
-        begun = begun or Begun.empty(size)
         self.capacity, self.slots = self._reader.capacity, self._reader.slots
+        # Not for the turns of a conversation, which all use the same programs.
+        shortest = int(self.prompt_lengths.min()) if capacity is None else 0
+        exceeded = largest_below(shortest, self.capacity)
+        super().__init__(runtime, self.prompt_lengths[:size], exceeded)
+        begun = begun or Begun.empty(size)
         cached, waiting = min(begun.cached), bool(self.owners.waiting)
         self.plan = self._reader.cache_plan(size)
         self.phases = self._reader.phases(size, cached, waiting=waiting)

@@ -109,7 +109,7 @@ class Rounds:
         most = runtime.most_drafted
         self.length = length or DraftLength(most, ages=changing)
         self.seconds = [0.0, 0.0]
-        self.drafts = Dispatcher(runtime, drafts=True)
+        self.drafts = Dispatcher(runtime, batch.exceeded, drafts=True)
         self._numbers = [self.put(np.int32(i), self._at.whole) for i in range(most + 1)]
 
     def put(self, array: np.ndarray | np.int32, sharding: Any = None) -> Array:

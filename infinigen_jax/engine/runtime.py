@@ -28,7 +28,7 @@ from infinigen_jax.transfer.host_weights import placement
 
 HOT_SET = 2.0  # default size, in multiples of a request
 DRAFT_WEIGHTS = "int8"  # form of the drafts' weights on a CPU, or if the model's are in host memory
-FUSED_LAYERS = 8  # maximum number of layers compiled as one program on a CPU
+FUSED_LAYERS = 4  # maximum number of layers compiled as one program on a CPU
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

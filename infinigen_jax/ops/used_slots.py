@@ -12,15 +12,31 @@ UNIT = 1024  # the sizes below the capacity are multiples of it
 SHARES = (16, 4)
 
 
-def over_used(compute: Callable[[int], Any], used: Int[Array, ""], capacity: int) -> Any:
+def smaller_sizes(capacity: int) -> list[int]:
+    """Return the sizes below the capacity that programs have work for, ascending.
+
+    None elsewhere than on a CPU: the kernels of a GPU stop at a sequence's end themselves.
+    """
+    if jax.default_backend() != "cpu":
+        return []
+    return [size for share in SHARES if (size := capacity // share // UNIT * UNIT)]
+
+
+def largest_below(tokens: int, capacity: int) -> int:
+    """Return the largest of the sizes below the capacity that is too small for these tokens."""
+    return max((size for size in smaller_sizes(capacity) if size < tokens), default=0)
+
+
+def over_used(
+    compute: Callable[[int], Any], used: Int[Array, ""], capacity: int, never: int = 0
+) -> Any:
     """Return `compute(n)` for the smallest of few sizes n that is not below `used`.
 
-    n is a number of leading slots. The program contains the work for every size and runs one, so
-    the results must have equal shapes. Elsewhere than on a CPU, n is the capacity: the kernels of a
-    GPU stop at a sequence's end themselves.
+    n is a number of leading slots, above `never`. The program contains the work for every size and
+    runs one, so the results must have equal shapes.
     """
-    sizes = [size for share in SHARES if (size := capacity // share // UNIT * UNIT)]
-    if not sizes or jax.default_backend() != "cpu":
+    sizes = [size for size in smaller_sizes(capacity) if size > never]
+    if not sizes:
         return compute(capacity)
     number = sum((used > size).astype(jnp.int32) for size in sizes)
     by_size = [functools.partial(compute, n) for n in (*sizes, capacity)]

@@ -135,7 +135,7 @@ class InfiniGen(InfiniGenSettings, Indexed):
             chosen = padded(request.slots, lookup.size, 0)
             return Request(chosen, request.count, rest, marks=marks)  # the mask follows from them
 
-        return over_used(select, jnp.max(lookup.positions), capacity)
+        return over_used(select, jnp.max(lookup.positions), capacity, lookup.exceeded)
 
     def _select(self, lookup: Lookup) -> Request:
         """Select among the leading slots that `state` has entries for."""

@@ -44,6 +44,7 @@ class Lookup:
         held: with a pool, position of the row in each slot, -1 if the slot has no row to fetch.
             None without a pool: slot = position, and every host-only row may be fetched.
         number: index of the layer among those on the host; an engine always gives it.
+        exceeded: number of leading slots that some sequence always exceeds; 0 if unknown.
     """
 
     config: ModelConfig
@@ -57,6 +58,7 @@ class Lookup:
     share: Int[Array, "*n 2"] | None = None
     held: Int[Array, "b k t"] | None = None
     number: Int[Array, ""] | None = None
+    exceeded: int = 0
 
     @property
     def query(self) -> Float[Array, "b k g d"]:

@@ -132,8 +132,8 @@ OWN, AHEAD = InfiniGen(query="own"), InfiniGen(query="plain")
 @pytest.mark.parametrize(
     "policy, changes, sizes",
     [
-        (OWN, {"dense_layers": 1}, [1, *[4] * 5, *[3] * 3]),
-        (AHEAD, {}, [1, 1, *[3] * 9, 1]),  # the last layer requests no rows
+        (OWN, {"dense_layers": 1}, [1, *[2] * 14, 1]),
+        (AHEAD, {}, [1, 1, *[2] * 13, 1, 1]),  # the last layer requests no rows
         (H2O(), {}, [1] * 30),
         (OWN, {"weights_on_host": True}, [1] * 30),
     ],
