@@ -36,8 +36,8 @@ class Layout:
     pool: Pool | None = None
     weights_on_host: bool = False
     curves: Curves | None = None  # loss of each layer by budget, if budgets depend on it
-    # Leading slots that some sequence always exceeds, see `ops.used_slots.largest_below`: steps have
-    # no work on so few.
+    # Leading slots that some sequence always exceeds, see `ops.used_slots.largest_below`: no step
+    # has work for so few.
     exceeded: int = 0
 
     @functools.cached_property

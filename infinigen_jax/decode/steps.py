@@ -31,9 +31,9 @@ from infinigen_jax.programs.program import Program
 from infinigen_jax.selection.select import Request
 from infinigen_jax.transfer.host_weights import await_copy, merged, start_copy, start_next
 
-# Layers of a group. Calls of single layers take up to an eighth of a step on a CPU. Larger groups are
-# no faster, and each of their layers adds 40 to 80 MB of memory to the program and half a second
-# to its loading.
+# Layers of a group. On a CPU, a step of single layers takes up to an eighth longer. Larger groups
+# are no faster, and each layer adds 40 to 80 MB of memory to a program, and half a second to the
+# time of loading it.
 GROUP = 2
 
 

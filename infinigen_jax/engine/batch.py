@@ -59,7 +59,7 @@ class Dispatcher:
     For `exceeded` see `Layout`.
     """
 
-    def __init__(self, runtime: Runtime, exceeded: int, *, drafts: bool = False):
+    def __init__(self, runtime: Runtime, exceeded: int = 0, *, drafts: bool = False):
         decoder, self.weights = runtime.decoder, runtime.weights
         if drafts:
             decoder, self.weights = runtime.drafter

@@ -1,5 +1,6 @@
 """Work on only the leading slots gives that on all slots; lists of marked slots."""
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from runtime import engine
+from runtime import engine, numbers
 
 from infinigen_jax.cache.layers import DenseLayer
 from infinigen_jax.decode.layer_rows import DeviceRows
@@ -27,12 +28,34 @@ POLICY = InfiniGen(budget=0.3, window=4, sinks=2, alpha=1e4, tail_tokens=16)
 
 
 @pytest.mark.parametrize(
-    "capacity, used, size",
-    [(4000, 9, 4000), (4096, 1024, 1024), (20_000, 1025, 4096), (20_000, 4097, 20_000)],
+    "capacity, never, used, size",
+    [
+        (4000, 0, 9, 4000),
+        (4096, 0, 1024, 1024),
+        (4096, 1024, 1025, 4096),
+        (20_000, 0, 1025, 4096),
+        (20_000, 1024, 1025, 4096),
+        (20_000, 0, 4097, 20_000),
+    ],
 )
-def test_the_smallest_size_with_all_used_slots_is_computed(capacity, used, size):
-    compute = jax.jit(lambda used: over_used(jnp.int32, used, capacity))
+def test_the_smallest_size_with_all_used_slots_is_computed(capacity, never, used, size):
+    compute = jax.jit(lambda used: over_used(jnp.int32, used, capacity, never))
     assert int(compute(jnp.int32(used))) == size
+
+
+def test_a_run_has_no_work_for_fewer_slots_than_its_prompts(monkeypatch):
+    monkeypatch.setattr(used_slots, "UNIT", 64)
+    made = engine("one", dataclasses.replace(POLICY, window=6))
+    long, new = numbers(65), 191  # in all, 256 tokens
+    runs = [made.start(prompts, max_new_tokens=new) for prompts in (long, [long, numbers(64)])]
+    assert [run.exceeded for run in runs] == [64, 0]
+    for run in runs:
+        assert len(list(run.tokens(ignore_eos=True))) == new
+    assert runs[0].new_tokens[0] == runs[1].new_tokens[0]
+    # The next turn uses the same programs.
+    conversation = made.conversation(context=256)
+    list(conversation.turn(long, 1))
+    assert conversation.run is not None and conversation.run.exceeded == 0
 
 
 def test_rows_are_chosen_and_attended_to_as_among_all_slots(monkeypatch):
