@@ -29,7 +29,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,25 +97,38 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def verify_files(folder: Path, manifest: Manifest) -> None:
-    """Compare the size and SHA-256 of every file with the manifest."""
+def verify_files(
+    folder: Path,
+    manifest: Manifest,
+    hashes_of: Callable[[Mapping[str, Path]], Mapping[str, str]] | None = None,
+) -> None:
+    """Compare the size and SHA-256 of every file with the manifest.
+
+    `hashes_of` returns the SHA-256 of named files; by default it is computed.
+    """
+    paths = {name: folder / name for name in manifest.files}
     for name in {"generation_config.json"} - manifest.files.keys():
         if os.path.lexists(folder / name):
             raise InputError(f"{folder / name}: not of this conversion; remove it, or {AGAIN}")
-    for name, record in manifest.files.items():
-        path = folder / name
+    for name, path in paths.items():
         if not path.is_file():
             raise InputError(f"{path}: missing; {AGAIN}")
-        size = path.stat().st_size
-        if size != record["size"]:
-            raise InputError(f"{path}: {size} bytes instead of {record['size']}; {AGAIN}")
-        if file_sha256(path) != record["sha256"]:
+        size, expected = path.stat().st_size, manifest.files[name]["size"]
+        if size != expected:
+            raise InputError(f"{path}: {size} bytes instead of {expected}; {AGAIN}")
+    hashes = (hashes_of or sha256_of)(paths)
+    for name, path in paths.items():
+        if hashes[name] != manifest.files[name]["sha256"]:
             raise InputError(f"{path}: damaged, its SHA-256 is not the recorded one; {AGAIN}")
 
 
 def file_record(path: Path) -> dict[str, Any]:
     """Return {"sha256": ..., "size": ...} of a file."""
     return {"sha256": file_sha256(path), "size": path.stat().st_size}
+
+
+def sha256_of(files: Mapping[str, Path]) -> dict[str, str]:
+    return {name: file_sha256(file) for name, file in files.items()}
 
 
 def file_sha256(path: Path) -> str:

@@ -23,6 +23,7 @@ from infinigen_jax.checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
     file_sha256,
+    sha256_of,
 )
 from infinigen_jax.checkpoint.source import content_files, is_gguf
 from infinigen_jax.errors import InputError
@@ -70,9 +71,18 @@ def cache_folder(source: Path, *, read_large: bool = True) -> Path:
     settings = {"format": FORMAT_VERSION, "revision": REVISION, "skew": DEFAULT_SKEW}
     if is_gguf(source):  # a conversion holds the tokenizer that this module reads
         settings["tokenizer"] = file_sha256(Path(gguf_tokenizer.__file__))
-    contents = _hashes(content_files(source), root / HASHES, read_large)
+    contents = _hashes(content_files(source), root / HASHES, read_large=read_large)
     key = hashlib.sha256(json.dumps([contents, settings], sort_keys=True).encode())
     return root / key.hexdigest()[:32]
+
+
+def remembered_hashes(files: Mapping[str, Path]) -> dict[str, str]:
+    """Return the SHA-256 of files; those of large ones are remembered in the cache, if any."""
+    try:
+        index = cache_root() / HASHES
+    except OSError:
+        return sha256_of(files)
+    return _hashes(files, index)
 
 
 @contextlib.contextmanager
@@ -117,7 +127,7 @@ def prune(root: Path, limit: int = LIMIT) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _hashes(files: Mapping[str, Path], index: Path, read_large: bool) -> dict[str, str]:
+def _hashes(files: Mapping[str, Path], index: Path, *, read_large: bool = True) -> dict[str, str]:
     """Return the SHA-256 of files; those of large ones are remembered in an index."""
     try:
         known = read_json(index)

@@ -34,7 +34,13 @@ from infinigen_jax.checkpoint.skew_file import DTYPES, Ahead, Basis, read_skew
 from infinigen_jax.checkpoint.source import checked_source, open_tensors, read_config, wide_matrices
 from infinigen_jax.checkpoint.tensor_names import TensorSpec, expected, match, read_tree
 from infinigen_jax.errors import InputError, MemoryShortageError, ParameterError
-from infinigen_jax.loading.conversion_cache import cache_folder, cache_lock, prune, usable
+from infinigen_jax.loading.conversion_cache import (
+    cache_folder,
+    cache_lock,
+    prune,
+    remembered_hashes,
+    usable,
+)
 from infinigen_jax.loading.room import check_room, readers
 from infinigen_jax.machine.backend import start_backend
 from infinigen_jax.machine.memory_limits import return_freed_memory
@@ -273,7 +279,7 @@ def _load_converted(
 ) -> Model:
     """Load a conversion; its weights are those of `source`, with this configuration, if given."""
     manifest = read_manifest(folder)
-    verify_files(folder, manifest)
+    verify_files(folder, manifest, remembered_hashes)
     config = config or read_config(folder)[1]
     skewing = read_skew(folder, manifest, config)
     dtype, architecture = form.dtype, blueprint(config, form.dtype)

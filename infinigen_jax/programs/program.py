@@ -97,8 +97,10 @@ class Program:
         if executable is None:
             lowered, hits = self._jitted.lower(*arguments, **static), cache_hits()
             executable = lowered.compile()
-            if cache_hits() == hits:  # XLA cannot serialise a deserialised executable
-                _save(path, executable, "lapack_" in lowered.as_text())
+            # XLA cannot serialise a deserialised executable. JAX binds LAPACK's functions only on
+            # lowering one; a process that loads an executable would crash in them.
+            if cache_hits() == hits and "lapack_" not in lowered.as_text():
+                _save(path, executable)
         return executable
 
 
@@ -174,25 +176,16 @@ def _load(path: Path) -> Any:
         digest, content = content[:DIGEST], content[DIGEST:]
         if hashlib.sha256(content).digest() != digest:  # XLA may crash on damaged code
             raise ValueError("damaged")
-        uses_lapack, *serialised = pickle.loads(content)
-        if uses_lapack:
-            _initialise_lapack()
-        return serialize_executable.deserialize_and_load(*serialised)
+        return serialize_executable.deserialize_and_load(*pickle.loads(content))
     except Exception as error:  # missing, truncated, of another build or machine: compile again
         logger.debug("%s: %s", path, error)
         return None
 
 
-@functools.cache
-def _initialise_lapack() -> None:
-    """Bind the LAPACK functions, which JAX does only on lowering one; an unbound call crashes."""
-    jax.jit(jnp.linalg.inv).lower(jax.ShapeDtypeStruct((1, 1), jnp.float32))
-
-
-def _save(path: Path, executable: Any, uses_lapack: bool) -> None:
+def _save(path: Path, executable: Any) -> None:
     """Store an executable; a failure is logged and otherwise ignored."""
     try:
-        content = pickle.dumps((uses_lapack, *serialize_executable.serialize(executable)))
+        content = pickle.dumps(serialize_executable.serialize(executable))
         prune_programs()
         with whole_file(path) as file:
             file.write(hashlib.sha256(content).digest() + content)

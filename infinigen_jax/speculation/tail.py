@@ -46,7 +46,19 @@ def fit_slope(
         ridge = RIDGE * jnp.trace(gram, axis1=1, axis2=2) / gram.shape[-1]
         # A head with constant keys predicts nothing; the ridge only keeps the system regular.
         ridge = jnp.where(ridge > 0, ridge, 1)[:, None, None]
-        return jnp.linalg.solve(gram + ridge * unit, cross)
+        return _solve(gram + ridge * unit, cross)
+
+
+def _solve(matrix: Float[Array, "k c c"], right: Float[Array, "k c d"]) -> Float[Array, "k c d"]:
+    """Solve systems with positive definite matrices, which elimination solves without pivots.
+
+    LAPACK would be slower to initialise than all of this, and a GPU's library takes memory.
+    """
+    rows = jnp.concatenate([matrix, right], axis=-1)
+    for i in range(matrix.shape[-1]):
+        pivot = rows[:, i] / rows[:, i, i, None]
+        rows = (rows - rows[:, :, i, None] * pivot[:, None]).at[:, i].set(pivot)
+    return rows[..., matrix.shape[-1] :]
 
 
 def without_predicted(

@@ -260,6 +260,37 @@ def test_hashes_of_large_files_are_remembered(tmp_path, monkeypatch):
     assert len(hashed) == 7
 
 
+def test_files_of_a_folder_are_hashed_again_if_they_changed(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("infinigen_jax.loading.conversion_cache.LARGE", 1)
+    monkeypatch.setattr("infinigen_jax.loading.conversion_cache.SETTLED", -1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    hashed: list[str] = []
+
+    def sha256(path: Path) -> str:
+        hashed.append(path.name)
+        return file_record(path)["sha256"]
+
+    def no_home() -> Path:
+        raise FileNotFoundError
+
+    folder = convert(tiny("llama").folder, tmp_path / "model", skew="none")
+    monkeypatch.setattr("infinigen_jax.loading.conversion_cache.file_sha256", sha256)
+    checkpoint.load(folder)
+    assert "model.safetensors" in hashed
+    hashed.clear()
+    checkpoint.load(folder)
+    assert not hashed
+    status = (folder / "model.safetensors").stat()
+    with open(folder / "model.safetensors", "r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        file.write(b"xyz")
+    os.utime(folder / "model.safetensors", ns=(status.st_atime_ns, status.st_mtime_ns))
+    refuses("model.safetensors: damaged, its SHA-256", checkpoint.load, folder)
+    assert hashed == ["model.safetensors"]
+    monkeypatch.setattr("infinigen_jax.loading.conversion_cache.cache_root", no_home)
+    refuses("model.safetensors: damaged, its SHA-256", checkpoint.load, folder)
+
+
 def test_a_plan_uses_a_conversion_in_the_cache(tiny, tmp_path, monkeypatch):
     """Without reading weights: the hash of a large file has to be remembered."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
