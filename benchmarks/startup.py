@@ -4,9 +4,9 @@
     python -m benchmarks.startup --model DIR --text F --prompts 32 7680 --gguf FILE
 
 The first one converts a random model in LLaMA's shape (d 576, 9 query and 3 KV heads of 64). The
-second one takes a converted model to its first token, or to that of `--new-tokens`, and with its
-GGUF file llama.cpp to the first.
-Each run is a process, whose peak memory is measured: `cold` begins with an empty cache of programs,
+second one runs a converted model for `--new-tokens` tokens, and llama.cpp, with its GGUF file, for
+one.
+Each run is a process, whose peak memory is measured: `cold` begins with an empty user cache,
 `warm` with that of an earlier run. Processor seconds hardly depend on the machine's other load.
 """
 

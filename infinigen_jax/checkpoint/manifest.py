@@ -97,15 +97,16 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def sha256_of(files: Mapping[str, Path]) -> dict[str, str]:
+    return {name: file_sha256(file) for name, file in files.items()}
+
+
 def verify_files(
     folder: Path,
     manifest: Manifest,
-    hashes_of: Callable[[Mapping[str, Path]], Mapping[str, str]] | None = None,
+    hashes_of: Callable[[Mapping[str, Path]], Mapping[str, str]] = sha256_of,
 ) -> None:
-    """Compare the size and SHA-256 of every file with the manifest.
-
-    `hashes_of` returns the SHA-256 of named files; by default it is computed.
-    """
+    """Compare the size and SHA-256 of every file, as `hashes_of` returns it, with the manifest."""
     paths = {name: folder / name for name in manifest.files}
     for name in {"generation_config.json"} - manifest.files.keys():
         if os.path.lexists(folder / name):
@@ -116,7 +117,7 @@ def verify_files(
         size, expected = path.stat().st_size, manifest.files[name]["size"]
         if size != expected:
             raise InputError(f"{path}: {size} bytes instead of {expected}; {AGAIN}")
-    hashes = (hashes_of or sha256_of)(paths)
+    hashes = hashes_of(paths)
     for name, path in paths.items():
         if hashes[name] != manifest.files[name]["sha256"]:
             raise InputError(f"{path}: damaged, its SHA-256 is not the recorded one; {AGAIN}")
@@ -125,10 +126,6 @@ def verify_files(
 def file_record(path: Path) -> dict[str, Any]:
     """Return {"sha256": ..., "size": ...} of a file."""
     return {"sha256": file_sha256(path), "size": path.stat().st_size}
-
-
-def sha256_of(files: Mapping[str, Path]) -> dict[str, str]:
-    return {name: file_sha256(file) for name, file in files.items()}
 
 
 def file_sha256(path: Path) -> str:

@@ -83,8 +83,8 @@ class DeviceRows(NamedTuple):
         def attend_first(slots: int) -> Array:
             return attend(q, Part(*(x[:, :, :slots] for x in part)), cap=cap)
 
-        sizes = part.keys.shape[2], self.layout.exceeded
-        o = over_used(attend_first, jnp.max(self.positions) + 1, *sizes)
+        used, capacity = jnp.max(self.positions) + 1, part.keys.shape[2]
+        o = over_used(attend_first, used, capacity, self.layout.exceeded)
         return o, self, carry.counts
 
 

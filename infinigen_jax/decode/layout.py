@@ -36,8 +36,8 @@ class Layout:
     pool: Pool | None = None
     weights_on_host: bool = False
     curves: Curves | None = None  # loss of each layer by budget, if budgets depend on it
-    # Leading slots that some sequence always exceeds, see `ops.used_slots.largest_below`: no step
-    # has work for so few.
+    # Number of leading slots that some sequence always exceeds, see `ops.used_slots.largest_below`:
+    # no step has work for so few.
     exceeded: int = 0
 
     @functools.cached_property
@@ -47,7 +47,7 @@ class Layout:
         Engines that differ only in these settings share the programs, also those on disk.
         """
         return dataclasses.replace(
-            self, policy=Full(), dense_layers=0, hot_set=0.0, pool=None, curves=None
+            self, policy=Full(), dense_layers=0, hot_set=0.0, pool=None, curves=None, exceeded=0
         )
 
     @functools.cached_property

@@ -99,7 +99,8 @@ class Batch(abc.ABC):
     """Sequences that are decoded together.
 
     A step replaces `cache`, and is donated its arrays. `cached`, [b], are the tokens in it after
-    all dispatched steps; the array is never changed in place. For `exceeded` see `Layout`.
+    all dispatched steps; the array is never changed in place. For `exceeded` see `Layout`: the
+    decoder of `dispatcher` has it, the batch's `decoder` has not.
     """
 
     cache: Cache

@@ -28,14 +28,14 @@ def largest_below(tokens: int, capacity: int) -> int:
 
 
 def over_used(
-    compute: Callable[[int], Any], used: Int[Array, ""], capacity: int, never: int = 0
+    compute: Callable[[int], Any], used: Int[Array, ""], capacity: int, exceeded: int = 0
 ) -> Any:
     """Return `compute(n)` for the smallest of few sizes n that is not below `used`.
 
-    n is a number of leading slots, above `never`. The program contains the work for every size and
-    runs one, so the results must have equal shapes.
+    n is a number of leading slots. The program contains the work for every size above `exceeded`,
+    which `used` always exceeds, and runs one, so the results must have equal shapes.
     """
-    sizes = [size for size in smaller_sizes(capacity) if size > never]
+    sizes = [size for size in smaller_sizes(capacity) if size > exceeded]
     if not sizes:
         return compute(capacity)
     number = sum((used > size).astype(jnp.int32) for size in sizes)

@@ -4,7 +4,8 @@ A `Program` traces, lowers and compiles only if the user's cache has no executab
 saves a third of the start-up time.) The file name is a hash of everything that the executable
 depends on: the source of this package, the JAX versions, the processor, the XLA flags, the settings
 the function closes over, and the shapes, dtypes and shardings of the arguments. Programs with a
-policy from another package are not stored. The file is a pickle: the folder must be the user's.
+policy from another package are not stored, nor those that call LAPACK: to prepare a policy for a
+corrected query. The file is a pickle: the folder must be the user's.
 """
 
 import dataclasses
@@ -97,8 +98,8 @@ class Program:
         if executable is None:
             lowered, hits = self._jitted.lower(*arguments, **static), cache_hits()
             executable = lowered.compile()
-            # XLA cannot serialise a deserialised executable. JAX binds LAPACK's functions only on
-            # lowering one; a process that loads an executable would crash in them.
+            # XLA cannot serialise a deserialised executable. JAX binds LAPACK's functions when it
+            # lowers a call of one; a process that only loads the executable would crash.
             if cache_hits() == hits and "lapack_" not in lowered.as_text():
                 _save(path, executable)
         return executable

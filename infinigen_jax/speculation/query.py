@@ -103,12 +103,10 @@ def speculation_weights(
     if basis != model.skew:
         assert model.svd_bases is not None
         pair = model.svd_bases[layer]
+    elif basis == "balanced" and corrected is not None:
+        pair = corrected.basis
     else:
         pair = model.bases[layer]
-    # For true queries, the query basis is the transposed inverse of the key basis.
-    inverse = None if pair is None else pair.query.mT
-    if basis == model.skew == "balanced" and corrected is not None:
-        pair, inverse = corrected.basis, None
     weights = {}
     if pair is not None:
         weights["key"] = pair.key[..., :columns]
@@ -120,8 +118,10 @@ def speculation_weights(
         weights["centre"] = mean[..., :columns]
     if true and pair is not None:
         with jax.default_matmul_precision("highest"):
-            key = pair.key.astype(jnp.float32)
-            weights["inverse"] = _inverse(key, inverse)[:, :columns]
+            # The query basis is the transposed inverse, unless it is for a corrected query.
+            known = corrected is None or pair is not corrected.basis
+            inverse = pair.query.astype(jnp.float32).mT if known else None
+            weights["inverse"] = _inverse(pair.key.astype(jnp.float32), inverse)[:, :columns]
     if query == "own":
         return weights
     stored = split(model.params["layers"][layer], config.query_width)["q"]
@@ -142,17 +142,19 @@ def _inverse(
 ) -> Float[Array, "k r d"]:
     """Return the inverse of each head's basis, with zero rows for negligible columns.
 
-    They are of directions that queries or keys never used in the calibration text. The inverse,
-    computed unless given, would amplify their codes in a low-precision index, which are only
-    rounding.
+    They are of directions that queries or keys never used in the calibration text. The inverse
+    would amplify their codes in a low-precision index, which are only rounding.
+
+    Args:
+        inverse: the inverse, if known; otherwise it is computed.
     """
     length = jnp.linalg.norm(basis, axis=1, keepdims=True)
     significant = length > 1e-4 * jnp.max(length, axis=2, keepdims=True)
     if inverse is None:
         # Normalised columns, so that short ones are not treated as singular.
         inverse = jnp.linalg.pinv(basis / jnp.where(length > 0, length, 1.0), rtol=1e-6)
-        inverse = (inverse.mT / jnp.where(significant, length, 1.0)).mT
-    return jnp.where(significant, inverse.astype(jnp.float32).mT, 0.0).mT
+        inverse = inverse / jnp.where(significant, length, 1.0).mT
+    return jnp.where(significant.mT, inverse, 0.0)
 
 
 def _partial_projection(config: ModelConfig, q: Params, basis: Any, columns: int) -> Params:

@@ -52,7 +52,7 @@ def fit_slope(
 def _solve(matrix: Float[Array, "k c c"], right: Float[Array, "k c d"]) -> Float[Array, "k c d"]:
     """Solve systems with positive definite matrices, which elimination solves without pivots.
 
-    LAPACK would be slower to initialise than all of this, and a GPU's library takes memory.
+    JAX takes 0.2 s to initialise LAPACK.
     """
     rows = jnp.concatenate([matrix, right], axis=-1)
     for i in range(matrix.shape[-1]):

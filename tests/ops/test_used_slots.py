@@ -15,6 +15,7 @@ from runtime import engine, numbers
 from infinigen_jax.cache.layers import DenseLayer
 from infinigen_jax.decode.layer_rows import DeviceRows
 from infinigen_jax.decode.state import Carry, Counts
+from infinigen_jax.decode.steps import steps
 from infinigen_jax.models import blueprint
 from infinigen_jax.ops import used_slots
 from infinigen_jax.ops.compaction import compact, compact_by_row, pack_marks
@@ -28,7 +29,7 @@ POLICY = InfiniGen(budget=0.3, window=4, sinks=2, alpha=1e4, tail_tokens=16)
 
 
 @pytest.mark.parametrize(
-    "capacity, never, used, size",
+    "capacity, exceeded, used, size",
     [
         (4000, 0, 9, 4000),
         (4096, 0, 1024, 1024),
@@ -38,8 +39,8 @@ POLICY = InfiniGen(budget=0.3, window=4, sinks=2, alpha=1e4, tail_tokens=16)
         (20_000, 0, 4097, 20_000),
     ],
 )
-def test_the_smallest_size_with_all_used_slots_is_computed(capacity, never, used, size):
-    compute = jax.jit(lambda used: over_used(jnp.int32, used, capacity, never))
+def test_the_smallest_size_with_all_used_slots_is_computed(capacity, exceeded, used, size):
+    compute = jax.jit(lambda used: over_used(jnp.int32, used, capacity, exceeded))
     assert int(compute(jnp.int32(used))) == size
 
 
@@ -49,9 +50,15 @@ def test_a_run_has_no_work_for_fewer_slots_than_its_prompts(monkeypatch):
     long, new = numbers(65), 191  # in all, 256 tokens
     runs = [made.start(prompts, max_new_tokens=new) for prompts in (long, [long, numbers(64)])]
     assert [run.exceeded for run in runs] == [64, 0]
+    branches = []
     for run in runs:
         assert len(list(run.tokens(ignore_eos=True))) == new
+        cache, dispatcher = run.cache, run.dispatcher
+        fused = steps(dispatcher.decoder).fused
+        lowered = fused.lower(dispatcher.weights, *cache.parts(False), run.drawn)
+        branches.append(lowered.as_text().count("stablehlo.case"))
     assert runs[0].new_tokens[0] == runs[1].new_tokens[0]
+    assert branches[0] < branches[1]
     # The next turn uses the same programs.
     conversation = made.conversation(context=256)
     list(conversation.turn(long, 1))

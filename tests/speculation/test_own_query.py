@@ -23,6 +23,7 @@ from tiny import TEXT, refuses
 
 from infinigen_jax import Basis, Engine, InfiniGen, InfiniGenPaper, Model, Pool, load
 from infinigen_jax.cache.layers import DenseLayer, Resident, Sliding, Slots
+from infinigen_jax.checkpoint.skew_file import Ahead
 from infinigen_jax.convert.calibrate import CalibrationTokens, Calibrator
 from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.loading.load import DENSE_UNKNOWN
@@ -98,7 +99,8 @@ def test_a_narrow_index_tells_of_a_true_query_what_it_can():
     assert error({"inverse": jnp.linalg.pinv(pair.key[..., :columns])}) > 1.3 * least
 
 
-def test_directions_that_queries_never_took_are_left_out():
+@pytest.mark.parametrize("query", ["own", "corrected"])
+def test_directions_that_queries_never_took_are_left_out(query):
     """A head without queries leaves out all directions; every result is finite."""
     model = random_model("gqa")
     config, rng = model.config, np.random.default_rng(3)
@@ -110,8 +112,12 @@ def test_directions_that_queries_never_took_are_left_out():
     basis[1, :, 5] = 0
     inverse = np.linalg.pinv(basis, rcond=1e-9).swapaxes(1, 2)
     pair = Basis(jnp.asarray(inverse), jnp.asarray(basis))
-    model = dataclasses.replace(model, skew="balanced", bases=(pair,) * config.num_layers)
-    own = np.asarray(speculation_weights(model, 0, d, query="own", true=True)["inverse"])
+    # A corrected query has a basis of its own, which is no inverse of the keys'.
+    projection = {"weight": np.zeros((config.query_width, config.hidden_size), np.float32)}
+    ahead = Ahead(projection, Basis(jnp.asarray(basis), jnp.asarray(basis)))
+    layers = {"bases": (pair,) * config.num_layers, "ahead": (ahead,) * config.num_layers}
+    model = dataclasses.replace(model, skew="balanced", **layers)
+    own = np.asarray(speculation_weights(model, 0, d, query=query, true=True)["inverse"])
     assert (own[0] == 0).all() and (own[1, 4:6] == 0).all()
     kept = np.arange(d) != 5
     product = own[1] @ basis[1][:, kept]

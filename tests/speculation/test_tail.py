@@ -22,7 +22,7 @@ from infinigen_jax.ops.attention import Tail, attend, attend_weighted, packed
 from infinigen_jax.selection.select import Request, log_rest, select
 from infinigen_jax.skew.tail_moments import block_products
 from infinigen_jax.speculation.index import IndexFormat
-from infinigen_jax.speculation.tail import fit_slope, predicted, without_predicted
+from infinigen_jax.speculation.tail import RIDGE, fit_slope, predicted, without_predicted
 
 
 @pytest.mark.parametrize("blocks", [1, 8])
@@ -138,6 +138,12 @@ def test_the_slope_is_the_one_of_least_squares():
             entries = keys[head] @ basis[head, :, :columns]
             expected = np.linalg.lstsq(entries, values[head], rcond=None)[0]
             np.testing.assert_allclose(slope[head], expected, atol=0.02)
+    uneven = np.einsum("kse,ksd->ked", *[normal(2, 500, 16) * np.geomspace(1, 1e-3, 16)] * 2)
+    ridge = RIDGE * np.trace(uneven, axis1=1, axis2=2)[:, None, None] / 16
+    right = normal(2, 16, 16)
+    slope = fit_slope(uneven, right, np.stack([np.eye(16)] * 2))
+    expected = np.linalg.solve(uneven + ridge * np.eye(16), right)
+    np.testing.assert_allclose(slope, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
     nothing = fit_slope(np.zeros((1, 4, 4)), np.zeros((1, 4, 4)), np.eye(4)[None])
     np.testing.assert_array_equal(nothing, 0)  # where all keys are equal
 
