@@ -1,4 +1,4 @@
-"""Loading of a model: read a converted folder onto the device and check all of it.
+"""Loading of a model: check a converted folder and read it onto the device.
 
 Models that are not converted yet are first converted into the user's cache.
 """

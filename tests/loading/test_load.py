@@ -234,18 +234,24 @@ def test_the_cache_goes_by_content(tiny, tmp_path, monkeypatch):
     assert cache_folder(file) != key
 
 
-def test_hashes_of_large_files_are_remembered(tmp_path, monkeypatch):
-    """Until the file may have changed; not of one that changed just before."""
+@pytest.fixture
+def hashed(tmp_path, monkeypatch) -> list[str]:
+    """Names of the files hashed so far; those of any size and age are remembered."""
     monkeypatch.setattr("infinigen_jax.loading.conversion_cache.LARGE", 1)
     monkeypatch.setattr("infinigen_jax.loading.conversion_cache.SETTLED", -1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    hashed: list[str] = []
+    names: list[str] = []
 
     def sha256(path: Path) -> str:
-        hashed.append(path.name)
-        return path.read_text()
+        names.append(path.name)
+        return file_record(path)["sha256"]
 
     monkeypatch.setattr("infinigen_jax.loading.conversion_cache.file_sha256", sha256)
+    return names
+
+
+def test_hashes_of_large_files_are_remembered(tmp_path, monkeypatch, hashed):
+    """Until the file may have changed; not of one that changed just before."""
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_text(name)
     first = cache_folder(tmp_path)
@@ -260,21 +266,11 @@ def test_hashes_of_large_files_are_remembered(tmp_path, monkeypatch):
     assert len(hashed) == 7
 
 
-def test_files_of_a_folder_are_hashed_again_if_they_changed(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("infinigen_jax.loading.conversion_cache.LARGE", 1)
-    monkeypatch.setattr("infinigen_jax.loading.conversion_cache.SETTLED", -1)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    hashed: list[str] = []
-
-    def sha256(path: Path) -> str:
-        hashed.append(path.name)
-        return file_record(path)["sha256"]
-
+def test_files_of_a_folder_are_hashed_again_if_they_changed(tiny, tmp_path, monkeypatch, hashed):
     def no_home() -> Path:
         raise FileNotFoundError
 
     folder = convert(tiny("llama").folder, tmp_path / "model", skew="none")
-    monkeypatch.setattr("infinigen_jax.loading.conversion_cache.file_sha256", sha256)
     checkpoint.load(folder)
     assert "model.safetensors" in hashed
     hashed.clear()
