@@ -28,6 +28,7 @@ OUT_OF_MEMORY = (
     "`pool.tokens`, `weight_dtype` int8, `weights` host or a smaller model; "
     "`python -m infinigen_jax.plan` shows what takes how much"
 )
+TERMINATED, HUNG_UP = 128 + signal.SIGTERM, 128 + signal.SIGHUP  # exit statuses
 NO_THREAD = "can't start new thread"
 LONGEST = 1000  # characters of a message
 SHOWN = 60  # characters of a refused value
@@ -159,7 +160,7 @@ def run_command(
     It is 0 on success, 2 after bad input or output that cannot be written (one line on stderr, with
     the options of `parser` in place of the library's parameters), 130 after Ctrl-C, and 141,
     quietly, after a broken stdout pipe (`... | head`). If this is the whole `program`, the process
-    ends here after Ctrl-C or SIGTERM, because the interpreter's exit crashes while XLA compiles.
+    ends here after a signal, because the interpreter's exit crashes while XLA compiles.
     """
     # Replace streams that the caller has closed. Otherwise a file opened later would get their
     # number, and with it the output of libraries.
@@ -183,14 +184,18 @@ def run_command(
         with contextlib.suppress(OSError):
             print(message, file=sys.stderr)
     flush(sys.stderr)
-    if program and status in (130, 143):
+    if program and status in (130, TERMINATED, HUNG_UP):
         os._exit(status)
     return status
 
 
 def _interrupt_again(report: Callable[[Any], object], ignored: Any) -> None:
-    """Repeat a Ctrl-C whose exception is ignored, as in JAX's garbage-collector callback."""
-    if not issubclass(ignored.exc_type, KeyboardInterrupt):
+    """Repeat a signal whose exception is ignored, as in JAX's garbage-collector callback."""
+    if issubclass(ignored.exc_type, KeyboardInterrupt):
+        number: int = signal.SIGINT
+    elif getattr(ignored.exc_value, "code", None) in (TERMINATED, HUNG_UP):
+        number = ignored.exc_value.code - 128
+    else:
         report(ignored)
         return
     main: Any = threading.main_thread().ident
@@ -200,7 +205,7 @@ def _interrupt_again(report: Callable[[Any], object], ignored: Any) -> None:
         # An interrupt within this function would be ignored as well.
         while any(f.f_code is here for f, _ in traceback.walk_stack(sys._current_frames()[main])):
             time.sleep(0.001)
-        signal.pthread_kill(main, signal.SIGINT)
+        signal.pthread_kill(main, number)
 
     here = _interrupt_again.__code__
     threading.Thread(target=send, daemon=True).start()

@@ -146,6 +146,7 @@ def make_service(arguments: argparse.Namespace) -> "Service":
     from infinigen_jax.server.app import Service
 
     key = os.environ.get(KEY_VARIABLE) if arguments.api_key is None else arguments.api_key
+    key = key and key.strip()  # a file's last line break, which clients cannot send
     if key == "":
         raise InputError(f"--api-key, or {KEY_VARIABLE}: it is empty; give a key, or leave it out")
     for origin in arguments.allow_origin:

@@ -81,7 +81,7 @@ def test_links_lead_somewhere(page):
 PAGE = ROOT / "docs" / "policies.md"
 BLOCK = re.compile(r"^```python\n# (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OUTSIDE, WATCH = "my_policy.py", "watch.py"
-POLICY, TEST = "infinigen_jax/policies/key_norm.py", "tests/test_key_norm.py"
+POLICY, TEST = "infinigen_jax/policies/key_norm.py", "tests/policies/test_key_norm.py"
 BLOCKS = dict(BLOCK.findall(PAGE.read_text()))
 TESTS = re.findall(r"^def (test_\w+)", BLOCKS[TEST], re.MULTILINE)
 

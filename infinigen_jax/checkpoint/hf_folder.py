@@ -108,7 +108,11 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     with errors_naming(folder / "config.json"):
         hf = language_model(whole)
         if hf["model_type"] != whole.get("model_type"):
-            hf |= _tied(folder)
+            # The two configurations may contradict each other. The weights decide, if they are
+            # here; their errors are reported when they are read.
+            with contextlib.suppress(InputError):
+                heads = (name.endswith("lm_head.weight") for name in open_tensors(folder))
+                hf["tie_word_embeddings"] = not any(heads)
         config = config_from_hf(hf)
     generation = folder / "generation_config.json"
     settings = read_json(generation) if os.path.lexists(generation) else {}
@@ -117,17 +121,6 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     with errors_naming(generation):
         eos_ids = end_tokens(settings, config.vocab_size)
     return hf, dataclasses.replace(config, eos_ids=eos_ids)
-
-
-def _tied(folder: Path) -> dict[str, bool]:
-    """Return whether a language model within a larger one ties its logits to its embeddings.
-
-    The two configurations may contradict each other. The weights decide, if they are here.
-    """
-    with contextlib.suppress(InputError):  # reported when they are read
-        names = open_tensors(folder)
-        return {"tie_word_embeddings": not any(n.endswith("lm_head.weight") for n in names)}
-    return {}
 
 
 def open_tensors(folder: Path) -> dict[str, TensorSource]:

@@ -123,7 +123,7 @@ class SafetensorsWriter:
         header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
         position = 0
         for name, (dtype, shape) in self._layout.items():
-            end = position + tensor_bytes(dtype, shape)
+            end = position + math.prod(shape) * np.dtype(dtype).itemsize
             header[name] = {
                 "dtype": NAMES[np.dtype(dtype)],
                 "shape": list(shape),
@@ -162,8 +162,3 @@ class SafetensorsWriter:
         self._file.write(data)
         self._hash.update(data)
         self._size += len(data)
-
-
-def tensor_bytes(dtype: Any, shape: tuple[int, ...]) -> int:
-    """Return the bytes that a tensor occupies in the file."""
-    return math.prod(shape) * np.dtype(dtype).itemsize

@@ -62,9 +62,14 @@ def read_skew(folder: Path, manifest: Manifest, config: ModelConfig) -> dict[str
     if manifest.skew == "balanced":
         orthogonal = matrices("svd_basis")
         fields["svd_bases"] = _bases(orthogonal, orthogonal)
-        ahead = _bases(matrices("ahead_query_basis"), matrices("ahead_key_basis"))
-        projections = _read_projections(folder / AHEAD_FILE, config)
-        fields["ahead"] = tuple(map(Ahead, projections, ahead))
+        bases = _bases(matrices("ahead_query_basis"), matrices("ahead_key_basis"))
+        stored, ahead = SafetensorsFile(folder / AHEAD_FILE), []
+        for i, basis in enumerate(bases):
+            shapes = ahead_shapes(config, i).items()
+            # Views of the mapped file.
+            kernel, bias = (_tensor(stored, name, shape, DTYPES) for name, shape in shapes)
+            ahead.append(Ahead({"weight": kernel.T, "bias": bias}, basis))
+        fields["ahead"] = tuple(ahead)
         fields["speculate_from"] = manifest.speculate_from
     return fields
 
@@ -83,16 +88,6 @@ def read_loss(file: SafetensorsFile, config: ModelConfig) -> dict[str, np.ndarra
     if not count or not np.all(np.diff(bounded) > 0):
         raise InputError(f"{file.path}: row_shares are not ascending shares; {AGAIN}")
     return losses
-
-
-def _read_projections(path: Path, config: ModelConfig) -> list[Params]:
-    """Return the corrected query projections as views of the mapped file."""
-    file, projections = SafetensorsFile(path), []
-    for i in range(config.num_layers):
-        shapes = ahead_shapes(config, i).items()
-        kernel, bias = (_tensor(file, name, shape, DTYPES) for name, shape in shapes)
-        projections.append({"weight": kernel.T, "bias": bias})
-    return projections
 
 
 def ahead_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:

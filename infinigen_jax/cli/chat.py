@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from infinigen_jax.cli.dialogue import Dialogue
 from infinigen_jax.cli.options import sampling_settings
 from infinigen_jax.errors import InputError, ParameterError
+from infinigen_jax.files.atomic import signals_as_exceptions
 from infinigen_jax.files.output import check_replaceable, checked_output
 from infinigen_jax.messages import READING, Messages
 from infinigen_jax.numeric import whole_number
@@ -78,22 +79,23 @@ def chat(
     conversation = begin(engine, arguments, sampling, say)
     dialogue = Dialogue(conversation, arguments.chat_template, arguments.system, say)
     talk = Talk(dialogue, arguments, say)
-    refusal: InputError | OSError | None = None
+    failure: BaseException | None = None
     try:
-        for text in turns:
-            talk.answer(checked_text("prompts", text))
-        talk.read()
-    except (InputError, OSError) as error:  # the latter if stdout has no reader
-        refusal = error
+        with signals_as_exceptions():
+            for text in turns:
+                talk.answer(checked_text("prompts", text))
+            talk.read()
+    except BaseException as error:
+        failure = error
     if arguments.save is not None:
         try:
             say(dialogue.save(arguments.save) if conversation.messages else "nothing to save")
         except InputError as error:
-            if refusal is None:
+            if failure is None:
                 raise
             say(f"not saved: {error}")
-    if refusal is not None:
-        raise refusal
+    if failure is not None:
+        raise failure
 
 
 def begin(

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import json
 import math
+import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -54,7 +55,7 @@ from infinigen_jax.models import blueprint
 from infinigen_jax.numeric import listed
 from infinigen_jax.settings.policy import SOURCES
 from infinigen_jax.text.gguf_tokenizer import gguf_tokenizer, tokenizer_files
-from infinigen_jax.text.tokenizer import Tokenizer, load_tokenizer
+from infinigen_jax.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 WEIGHT_DTYPES = {name: np.dtype(name) for name in ("float32", "bfloat16", "float16")}
 # Fields of config.json that would reveal a path of the machine that wrote it.
@@ -122,6 +123,7 @@ def convert(
     if calibration is not None and skew == "none":
         raise ParameterError("calibration", "without `skew` nothing is calibrated; leave it out")
     folder = checked_source(fetched(source, revision))
+    before = _states(folder)
     hf, config = read_config(folder)
     target = _check_destination(folder, Path(destination), force)
     architecture = blueprint(config, jnp.float32)
@@ -149,7 +151,7 @@ def convert(
         path = DEFAULT_TEXT if calibration is None else Path(calibration)
         tokens = tokenized_file(path, tokenizer(), config, DEFAULT_TOKENS)
     else:
-        ids = np.asarray(calibration, np.int32)
+        ids = _token_numbers(calibration, config.vocab_size)
         tokens = windows(ids, config, DEFAULT_TOKENS, "calibration", ids.tobytes())
     # Another process may have written the destination while this one waited for the lock.
     with blas_threads(), staged(target, lambda: _check_destination(folder, target, force)) as out:
@@ -166,6 +168,8 @@ def convert(
         for file in linked:
             link_or_copy(file, out / file.name)
         read = {name: file_record(file) for name, file in content_files(folder).items()}
+        if _states(folder) != before:
+            raise InputError(f"{folder}: its files changed during the conversion; convert it again")
         files |= {file.name: read[file.name] for file in linked}
         for name in ("config.json", *copied):
             files[name] = file_record(out / name)
@@ -194,6 +198,23 @@ def progress_bar() -> Iterator[Callable[[int, int], None]]:
             bar.update(done - bar.n)
 
         yield progress
+
+
+def _states(source: Path) -> dict[str, tuple[int, ...]]:
+    """Return what changes if the files of a source are replaced or written; links do not."""
+    files = {name: file.stat() for name, file in content_files(source).items()}
+    return {n: (s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for n, s in files.items()}
+
+
+def _token_numbers(given: Sequence[int], vocabulary: int) -> np.ndarray:
+    """Return calibration tokens as an array, after checking them."""
+    try:
+        ids = [operator.index(token) for token in given]
+    except TypeError as error:
+        problem = f"give a text file, or whole numbers of tokens ({error})"
+        raise ParameterError("calibration", problem) from None
+    check_vocabulary("calibration", ids, vocabulary)
+    return np.array(ids, np.int32)
 
 
 def blas_threads() -> threadpool_limits:

@@ -35,11 +35,9 @@ PRODUCTS: Options = {LIBRARY: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
 
 def chunk_options(layout: Layout) -> Options:
     """Return options for programs of a layer over many tokens: vectors, and copies of weights."""
-    options: Options = {}
-    if long_vectors():
-        options = options | _known(WIDE, "vectors stay short")
+    options = _known("vectors stay short", **WIDE) if long_vectors() else {}
     if layout.weights_on_host:
-        options = options | _known(COPIES_IN_FLIGHT, "copies will hardly overlap")
+        options = options | _known("copies will hardly overlap", **COPIES_IN_FLIGHT)
     return options
 
 
@@ -47,7 +45,7 @@ def layer_options(layout: Layout) -> Options:
     """Return options for programs of a layer over few tokens: products as well."""
     options = chunk_options(layout)
     if jax.default_backend() == "cpu" and LIBRARY not in os.environ.get("XLA_FLAGS", ""):
-        options = options | _known(PRODUCTS)
+        options = options | _known(**PRODUCTS)
     return options
 
 
@@ -55,9 +53,9 @@ def step_options(layout: Layout) -> Options:
     """Return options for programs of a step, of all layers or of one."""
     options = layer_options(layout)
     if layout.transfer.concurrent and layout.selecting:
-        options = options | _known(CONCURRENT, "transfers will not overlap")
+        options = options | _known("transfers will not overlap", **CONCURRENT)
     if layout.as_bits and layout.dtype.itemsize == 2:
-        options = options | _known(ONE_AFTER_THE_OTHER, "weights in float32 take more memory")
+        options = options | _known("weights in float32 take more memory", **ONE_AFTER_THE_OTHER)
     return options
 
 
@@ -68,20 +66,16 @@ def long_vectors() -> bool:
     return LONG_VECTORS in cpu_info(CPU_INFO)
 
 
-def _known(options: Options, without: str | None = None) -> Options:
+@functools.cache
+def _known(without: str | None = None, **options: int | str) -> Options:
     """Return the options if this XLA accepts them, else none, after one warning.
 
     `without` is the effect of missing options, for the warning; None gives no warning.
     """
-    return options if _compiles(tuple(options.items()), without) else {}
-
-
-@functools.cache
-def _compiles(options: tuple[tuple[str, int | str], ...], without: str | None) -> bool:
     try:
-        jax.jit(lambda: jnp.int32(0), compiler_options=dict(options))()
+        jax.jit(lambda: jnp.int32(0), compiler_options=options)()
     except jax.errors.JaxRuntimeError as error:
         if without is not None:
             logger.warning("%s: %s", without, error)
-        return False
-    return True
+        return {}
+    return options

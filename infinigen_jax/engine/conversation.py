@@ -13,7 +13,6 @@ resumed by another process, with the same continuation.
 import contextlib
 import dataclasses
 import hashlib
-import json
 import signal
 import threading
 from collections.abc import Generator, Iterator, Sequence
@@ -23,7 +22,6 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from infinigen_jax.checkpoint.manifest import read_manifest
 from infinigen_jax.engine.encoding import Prompt, encode
 from infinigen_jax.engine.generation import Run
 from infinigen_jax.engine.lossless import make_run
@@ -280,9 +278,8 @@ def check_runtime(runtime: Runtime) -> None:
 
 def fingerprint(model: Model) -> str:
     """Return a hash of a model's file checksums, or of its weights if it has no files."""
-    if model.path is not None:
-        text = json.dumps(read_manifest(model.path).files, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+    if model.fingerprint is not None:
+        return model.fingerprint
     digest = hashlib.sha256(repr(model.config).encode())
     layers = [split(layer, model.config.query_width) for layer in model.params["layers"]]
     for leaf in jax.tree.leaves((model.params | {"layers": layers}, model.bases)):

@@ -16,20 +16,20 @@ UNSETTLED = 8  # trailing tokens whose tokenisation may change when text is appe
 
 def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return a list of prompts; a single prompt becomes a list of one."""
-    given: Any = _listed(prompts)
+    given: Any = as_list(prompts)
     if isinstance(given, str) or (isinstance(given, list) and given and _is_token(given[0])):
         return [given]
     for prompt in given if isinstance(given, list) else [given]:
         if isinstance(prompt, Mapping):
             raise ParameterError("prompts", "messages become token numbers with `encode_chat`")
-        if not isinstance(_listed(prompt), str | list):
+        if not isinstance(as_list(prompt), str | list):
             kind = type(prompt).__name__
             problem = f"a prompt is text or a list of token numbers, not {kind}"
             raise ParameterError("prompts", problem)
     return given
 
 
-def _listed(given: Any) -> Any:
+def as_list(given: Any) -> Any:
     """Return arrays and sequences as lists; other values as they are."""
     if isinstance(given, str | bytes | bytearray | memoryview):
         return given
@@ -68,7 +68,7 @@ def encode(
     if isinstance(prompt, bytes | bytearray | memoryview):
         raise ParameterError("prompts", "bytes are no prompt; decode them to text")
     try:
-        tokens = [operator.index(token) for token in _listed(prompt)]
+        tokens = [operator.index(token) for token in as_list(prompt)]
     except TypeError as error:
         raise ParameterError("prompts", f"a token is a whole number ({error})") from None
     if not tokens:

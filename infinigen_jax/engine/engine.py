@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Weights
 from infinigen_jax.engine.conversation import Conversation
-from infinigen_jax.engine.encoding import UNSETTLED, Prompt, encode, prompt_list
+from infinigen_jax.engine.encoding import UNSETTLED, Prompt, as_list, encode, prompt_list
 from infinigen_jax.engine.generation import Run
 from infinigen_jax.engine.lossless import make_run
 from infinigen_jax.engine.results import Generation, Step
@@ -83,10 +83,6 @@ class Engine:
         return self.runtime.mesh
 
     @property
-    def schedule(self) -> str:
-        return self.runtime.settings.schedule
-
-    @property
     def prefill_chunk(self) -> int | None:
         return self.runtime.prefill_chunk
 
@@ -123,10 +119,10 @@ class Engine:
         Raises:
             InputError: if `encode` raises it, or if text and token numbers are mixed.
         """
-        given: Any = [prefix, *prompts]
+        given: Any = [as_list(prefix), *prompts]
         if isinstance(prefix, str):
             checked_text("prefix", prefix)
-        elif not isinstance(prefix, Sequence) and not hasattr(prefix, "tolist"):
+        elif not isinstance(given[0], list):
             raise ParameterError("prefix", "give text or a list of token numbers", prefix)
         if not len(prefix):
             return [self.encode(prompt) for prompt in given[1:]]

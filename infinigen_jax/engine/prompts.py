@@ -58,10 +58,6 @@ class Begun(NamedTuple):
     drawn: int = 0
     length: DraftLength | None = None  # measurements of a lossless conversation's earlier rounds
 
-    @classmethod
-    def empty(cls, batch: int) -> "Begun":
-        return cls(None, [0] * batch)
-
 
 class PromptReader:
     """Reader that prefills prompts into caches with room for their answers.
@@ -136,7 +132,7 @@ class PromptReader:
         """Read the shared prefix, if any, which `read` continues from."""
         if self.shared:
             prefix = [self._prompts[0][: self.shared]]
-            self._prefix = self._read(prefix, [0], Begun.empty(1), notify).cache
+            self._prefix = self._read(prefix, [0], Begun(None, [0]), notify).cache
 
     def read(
         self,
@@ -155,7 +151,7 @@ class PromptReader:
             begun = Begun(cache, [self.shared] * len(numbers))
             if last:
                 self._prefix = None
-        begun = begun or Begun.empty(len(numbers))
+        begun = begun or Begun(None, [0] * len(numbers))
         return self._read([self._prompts[i] for i in numbers], numbers, begun, notify)
 
     def _read(

@@ -12,6 +12,7 @@ import glob
 import os
 import shutil
 import signal
+import stat
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -47,22 +48,26 @@ def locked(lock: Path, wait: bool = True) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def whole_file(destination: Path) -> Iterator[BinaryIO]:
+def whole_file(destination: Path, wait: bool = True) -> Iterator[BinaryIO]:
     """Open a file for writing that becomes `destination` if the block ends without an exception.
 
-    An earlier file stays unchanged until then, and a failure leaves nothing. The folder must exist.
+    An earlier file stays unchanged until then, and a failure leaves nothing. The new file has the
+    earlier one's permissions; if that is a link, the file that it leads to is replaced. The folder
+    must exist. `wait` is that of `locked`.
     """
-    with _writing(destination) as partial:
-        with open(partial, "xb") as file:
-            try:
+    destination = destination.resolve()
+    with _writing(destination, wait) as partial:
+        try:
+            with open(partial, "xb") as file:
+                with contextlib.suppress(OSError):  # the first file, or one of another user
+                    os.fchmod(file.fileno(), stat.S_IMODE(destination.stat().st_mode))
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
                 os.rename(partial, destination)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(partial)
-                raise
+        finally:  # by then, a complete file has its own name
+            with contextlib.suppress(OSError):
+                os.unlink(partial)
         _sync_folder(destination.parent)
 
 
@@ -70,7 +75,7 @@ def write_if_possible(destination: Path, content: bytes) -> None:
     """Write a file and its folder, whole or not at all; do without it where that fails."""
     with contextlib.suppress(OSError):
         destination.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(destination) as file:
+        with whole_file(destination, wait=False) as file:
             file.write(content)
 
 
@@ -78,13 +83,12 @@ def write_if_possible(destination: Path, content: bytes) -> None:
 def staged(destination: Path, check: Callable[[], object] | None = None) -> Iterator[Path]:
     """Create a temporary folder that becomes `destination` if the block ends without an exception.
 
-    An earlier folder stays until the new one replaces it. Parents are created. Ctrl-C and SIGTERM
-    inside the block remove the temporary folder, like any failure. `check` is called while the
-    destination is locked and may raise to refuse it.
+    An earlier folder stays until the new one replaces it. Parents are created. Ctrl-C, SIGTERM and
+    SIGHUP inside the block remove the temporary folder, like any failure. `check` is called while
+    the destination is locked and may raise to refuse it.
     """
     created = [parent for parent in destination.parents if not parent.exists()]
-    finished = False
-    with _terminate_as_exception():
+    with signals_as_exceptions():
         try:
             destination.parent.mkdir(parents=True, exist_ok=True)
             with _writing(destination) as folder:
@@ -94,10 +98,8 @@ def staged(destination: Path, check: Callable[[], object] | None = None) -> Iter
                     folder.mkdir()
                     yield folder
                     _publish(folder, destination)
-                    finished = True
-                finally:
-                    if not finished:
-                        shutil.rmtree(folder, ignore_errors=True)
+                finally:  # by then, a published folder has its own name
+                    shutil.rmtree(folder, ignore_errors=True)
         except OSError as error:
             if error.errno in _FULL:
                 why = "the disk is full; free some space or choose another"
@@ -105,16 +107,15 @@ def staged(destination: Path, check: Callable[[], object] | None = None) -> Iter
                 why = f"cannot be written ({error.strerror or error}); choose another folder"
             raise InputError(f"{destination}: {why}") from error
         finally:
-            if not finished:
-                for parent in created:
-                    with contextlib.suppress(OSError):
-                        parent.rmdir()
+            for parent in created:
+                with contextlib.suppress(OSError):  # empty only after a failure
+                    parent.rmdir()
 
 
 @contextlib.contextmanager
-def _writing(destination: Path) -> Iterator[Path]:
+def _writing(destination: Path, wait: bool = True) -> Iterator[Path]:
     """Lock a destination, remove leftovers of killed writers, and yield the name of a sibling."""
-    with locked(destination.with_name(f".{destination.name}.lock")):
+    with locked(destination.with_name(f".{destination.name}.lock"), wait):
         remove_partial(destination)
         yield destination.with_name(f".{destination.name}.partial-{uuid.uuid4().hex[:8]}")
 
@@ -159,9 +160,7 @@ def _publish(folder: Path, destination: Path) -> None:
     _sync_folder(folder)
     if not destination.exists():
         os.rename(folder, destination)
-    elif _exchange(folder, destination):
-        shutil.rmtree(folder, ignore_errors=True)
-    else:  # a kill between the two steps loses both folders
+    elif not _exchange(folder, destination):  # a kill between the two steps loses both folders
         aside = folder.with_name(f"{folder.name}-earlier")
         os.rename(destination, aside)
         os.rename(folder, destination)
@@ -184,21 +183,18 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _terminate_as_exception() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit so that clean-up runs, unless the program handles it already."""
-    handled = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-    if handled or threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def signals_as_exceptions() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into SystemExit, so that clean-up runs; handlers of others stay."""
 
     def stop(signal_number: int, frame: object) -> None:
         raise SystemExit(128 + signal_number)
 
-    signal.signal(signal.SIGTERM, stop)
-    try:
+    main = threading.current_thread() is threading.main_thread()
+    with contextlib.ExitStack() as stack:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if main and signal.getsignal(number) is signal.SIG_DFL:
+                stack.callback(signal.signal, number, signal.signal(number, stop))
         yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _sync_folder(folder: Path) -> None:

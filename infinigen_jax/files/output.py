@@ -7,6 +7,7 @@ from typing import Any
 
 from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.files.atomic import whole_file
+from infinigen_jax.files.regular import expanded
 
 OPEN = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")  # names of files that are open
 
@@ -15,7 +16,7 @@ def checked_output(parameter: str, name: str | None) -> Path | None:
     """Return the path of a result file after checking, before the work, that it can be written."""
     if name is None:
         return None
-    path = Path(name)
+    path = expanded(name)
     open_ = is_open(path)
     written = path if open_ else path.parent
     if path.is_dir() or not (open_ or written.is_dir()) or not os.access(written, os.W_OK):
@@ -38,10 +39,7 @@ def is_open(path: Path) -> bool:
 def write_json(parameter: str, path: Path, record: dict[str, Any]) -> None:
     text = json.dumps(record, indent=2) + "\n"
     try:
-        if is_open(path):
-            path.write_text(text, encoding="utf-8")
-            return
-        with whole_file(path) as file:
+        with open(path, "wb") if is_open(path) else whole_file(path) as file:
             file.write(text.encode())
     except OSError as error:
         raise ParameterError(parameter, f"{error.strerror}; nothing was written", path) from None

@@ -54,7 +54,7 @@ def program_folder() -> Path | None:
 
 def prune_programs() -> None:
     """Remove the least recently used programs beyond LIMIT bytes; spare a folder of the user."""
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         with contextlib.suppress(OSError):
             prune(cache_root() / "programs", LIMIT)
 
@@ -66,7 +66,7 @@ def keep_programs() -> None:
     configuration. It serves commands for which `programs.Program` stores too little or nothing. It
     has no effect if the user has set JAX's variable of the folder.
     """
-    if "JAX_COMPILATION_CACHE_DIR" in os.environ or (folder := program_folder()) is None:
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR") or (folder := program_folder()) is None:
         return
     prune_programs()
     jax.config.update("jax_compilation_cache_dir", str(folder))

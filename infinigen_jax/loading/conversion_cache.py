@@ -134,6 +134,7 @@ def _hashes(files: Mapping[str, Path], index: Path, *, read_large: bool = True) 
     except InputError:  # absent or damaged: hash again
         known = {}
     hashes, new = {}, {}
+    now = time.time()
     for role, file in files.items():
         status = file.stat()
         # Includes the change time, because tools that copy files restore the modification time.
@@ -145,7 +146,7 @@ def _hashes(files: Mapping[str, Path], index: Path, *, read_large: bool = True) 
         if status.st_size >= LARGE and not read_large:
             raise UnknownHashError
         hashes[role] = file_sha256(file)
-        settled = time.time() - max(status.st_mtime, status.st_ctime) > SETTLED
+        settled = now - max(status.st_mtime, status.st_ctime) > SETTLED
         if settled and status.st_size >= LARGE:
             new[name] = hashes[role]
     if new:

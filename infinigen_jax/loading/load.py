@@ -6,7 +6,9 @@ Models that are not converted yet are first converted into the user's cache.
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import itertools
+import json
 import logging
 import os
 import shutil
@@ -75,6 +77,7 @@ class Model:
         key_mean: [L, k, d] float32, mean calibration key of each KV head in the coordinates of
             the cached keys; None with skew "none".
         path: the converted folder; None for a model made by `from_params`.
+        fingerprint: hash of the checksums of its files; None without a folder.
         svd_bases: the paper's bases, in addition to the balanced ones of skew "balanced".
         ahead: corrected query projection of each layer; None without one.
         speculate_from: hidden state that this projection takes, one of
@@ -96,6 +99,7 @@ class Model:
     skew: str = "none"
     key_mean: np.ndarray | Array | None = None
     path: Path | None = None
+    fingerprint: str | None = None
     given_tokenizer: Any = None
     svd_bases: tuple[Basis, ...] | None = None
     ahead: tuple[Ahead, ...] | None = None
@@ -308,7 +312,10 @@ def _load_converted(
         params = {"embedding": embedding, "layers": list(layers)}
     jax.block_until_ready(params)
     return_freed_memory()
-    return Model(config, params, dtype, skew=manifest.skew, path=folder, **skewing)
+    checksums = json.dumps(manifest.files, sort_keys=True)
+    skewing |= {"skew": manifest.skew, "path": folder}
+    fingerprint = hashlib.sha256(checksums.encode()).hexdigest()
+    return Model(config, params, dtype, fingerprint=fingerprint, **skewing)
 
 
 def _listed_tensors(folder: Path, manifest: Manifest) -> dict[str, TensorSource]:
@@ -350,7 +357,7 @@ def _load_through_cache(source: Path, form: Form, notify: Callable[[str], None])
             return _load_converted(destination, form, source, config)
         except MemoryShortageError:  # converting again would not help
             raise
-        except InputError as error:
+        except (InputError, FileNotFoundError) as error:  # the latter if it is just removed
             report(f"the cached conversion is unusable; converting again ({error})")
             return None
 
@@ -367,6 +374,9 @@ def _load_through_cache(source: Path, form: Form, notify: Callable[[str], None])
             shutil.rmtree(destination, ignore_errors=True)
         with progress_bar() as progress:
             convert(source, destination, force=True, sidecar=True, progress=progress)
+        if cache_folder(source) != destination:
+            shutil.rmtree(destination, ignore_errors=True)
+            raise InputError(f"{source}: its files changed before they were converted; try again")
         model = _load_converted(destination, form, source, config)
         prune(destination.parent)
         return model

@@ -77,14 +77,12 @@ class Rope:
         factors = (self.short_factors, self.long_factors) if self.kind == "longrope" else ()
         return pairs > 0 and not rest and all(len(each) == pairs for each in factors)
 
-    def frequencies(self, dim: int) -> np.ndarray:
+    def frequencies(self, dim: int, *, long: bool = False) -> np.ndarray:
         """Return the angle per position of each of the p = `columns(dim) / 2` pairs, float32.
 
-        If the frequencies vary, these are the ones within the original context.
+        If the frequencies vary, these are the ones within the original context; with `long`, those
+        of longrope beyond it.
         """
-        return self._divided(dim, self.short_factors)
-
-    def _divided(self, dim: int, factors: tuple[float, ...]) -> np.ndarray:
         dim = self.columns(dim)
         inverse = self.theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
         if self.kind == "linear":
@@ -94,7 +92,7 @@ class Rope:
         elif self.kind == "yarn":
             inverse = self._yarn(inverse)
         elif self.kind == "longrope":
-            inverse = inverse / np.array(factors)
+            inverse = inverse / np.array(self.long_factors if long else self.short_factors)
         return inverse.astype(np.float32)
 
     def _llama3(self, inverse: np.ndarray) -> np.ndarray:
@@ -124,7 +122,7 @@ class Rope:
         """Return the angles of each of the p pairs, float32; for `lengths` see `rotate`."""
         frequencies = as_last(self.frequencies(dim), positions.ndim)
         if self.kind == "longrope":
-            long = as_last(self._divided(dim, self.long_factors), positions.ndim)
+            long = as_last(self.frequencies(dim, long=True), positions.ndim)
             beyond = (lengths > self.original_positions)[..., None]
             frequencies = jnp.where(beyond, long, frequencies)
         angles = positions[..., None].astype(jnp.float32) * frequencies

@@ -66,12 +66,10 @@ def best_settings(planner: Planner, batch: int, context: int) -> Forecast | None
         placed = (dataclasses.replace(planner.asked, **remedy, **each) for each in placements)
         forecasts = (planner.forecast(settings, batch, context) for settings in placed)
         fitting = (forecast for forecast in forecasts if forecast.fits)
-        if not planner.machine.timed:
-            best = next(fitting, None)
-        else:
-            best = min(fitting, key=lambda f: (round(f.seconds or 0.0, 9), f.device), default=None)
-        if best is not None:
-            return best
+        if (first := next(fitting, None)) is not None:
+            if first.seconds is None:  # bandwidths are unknown
+                return first
+            return min([first, *fitting], key=lambda f: (round(f.seconds or 0.0, 9), f.device))
     return None
 
 

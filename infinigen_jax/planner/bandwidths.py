@@ -1,6 +1,6 @@
 """Measurement of memory and transfer bandwidths in about a second."""
 
-import time
+import timeit
 from collections.abc import Callable
 from typing import Any
 
@@ -56,14 +56,9 @@ def gather_bandwidth(size: int = 1 << 27) -> float:
     return slots.size * ROW * 4 / best_seconds(lambda: gather(cache, slots))
 
 
-def best_seconds(way: Callable[[], Any], repeats: int = 5) -> float:
+def best_seconds(way: Callable[[], Any]) -> float:
     """Return the least seconds of a call; on a GPU of several calls, which hides the dispatch."""
     calls = 1 if jax.default_backend() == "cpu" else 8
     jax.block_until_ready(way())
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        results = [way() for _ in range(calls)]
-        jax.block_until_ready(results)
-        times.append((time.perf_counter() - start) / calls)
-    return min(times)
+    times = timeit.repeat(lambda: jax.block_until_ready([way() for _ in range(calls)]), number=1)
+    return min(times) / calls

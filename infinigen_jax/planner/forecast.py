@@ -65,11 +65,6 @@ class Machine:
         """Whether device and host have separate memories and work concurrently."""
         return self.device_memory is not None
 
-    @property
-    def timed(self) -> bool:
-        """Whether a forecast includes the time of a step."""
-        return self.memory_bandwidth is not None and self.copy_bandwidth is not None
-
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:

@@ -188,7 +188,7 @@ def _save(path: Path, executable: Any) -> None:
     try:
         content = pickle.dumps(serialize_executable.serialize(executable))
         prune_programs()
-        with whole_file(path) as file:
+        with whole_file(path, wait=False) as file:
             file.write(hashlib.sha256(content).digest() + content)
     except Exception as error:  # read-only folder, full disk, not serialisable
         logger.debug("%s: %s", path, error)

@@ -90,6 +90,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     try:
         special, extra = _special_tokens(settings)
         template = _chat_template(folder, settings)
+    except InputError:
+        raise
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise InputError(
             f"{folder / SETTINGS_FILE}: a setting has the wrong type ({error}); {AGAIN}"
@@ -282,20 +284,15 @@ def silent_panics() -> Iterator[None]:
 
     Only in the main thread: two threads that exchange the file descriptor could leave it closed.
     """
-    before = -1
-    if threading.current_thread() is threading.main_thread():
-        with contextlib.suppress(OSError):  # closed by the caller
-            before = os.dup(2)
-    if before < 0:
+    with contextlib.ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            with contextlib.suppress(OSError):  # closed by the caller
+                before = os.dup(2)
+                stack.callback(os.close, before)
+                stack.callback(os.dup2, before, 2)
+                with open(os.devnull, "wb") as nowhere:
+                    os.dup2(nowhere.fileno(), 2)
         yield
-        return
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(before, 2)
-        os.close(before)
 
 
 def render_chat(

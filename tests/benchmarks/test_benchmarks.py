@@ -215,7 +215,9 @@ def test_presets_parse_and_give_engines_their_settings(name):
     for system in filter(is_ours, decode.SYSTEMS):
         engine = toy_engine(tuple(settings(system, options, model, 1000).items()))
         assert engine.decoder.host_layers == {"full-device": 0, "infinigen-paper": 3}.get(system, 1)
-        assert engine.schedule == ("layerwise" if "layerwise" in system else "fused")
+        assert engine.runtime.settings.schedule == (
+            "layerwise" if "layerwise" in system else "fused"
+        )
         assert engine.decoder.rows == next((r for r in ("int8", "int4") if r in system), "auto")
         if system == "infinigen-fixed":
             fixed = engine.decoder.policy

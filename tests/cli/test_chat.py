@@ -163,16 +163,25 @@ def test_a_conversation_at_the_command_line(talk, template, tmp_path):
         assert (status, out) == (2, "") and "leave --temperature" in err
 
 
-def test_a_chat_is_saved_when_nobody_reads_its_answers(talk, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        (mock.Mock(side_effect=BrokenPipeError), 141),  # nobody reads the answers
+        (mock.Mock(side_effect=RuntimeError("RESOURCE_EXHAUSTED")), 2),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), 143),
+        (lambda: os.kill(os.getpid(), signal.SIGHUP), 129),  # the terminal is closed
+    ],
+)
+def test_a_chat_is_saved_however_it_ends(end, status, talk, tmp_path, monkeypatch):
     saved, answer = tmp_path / "saved", Talk.answer
 
-    def broken(self: Talk, text: str) -> None:
+    def ending(self: Talk, text: str) -> None:
         answer(self, text)
-        raise BrokenPipeError
+        end()
 
-    monkeypatch.setattr(Talk, "answer", broken)
+    monkeypatch.setattr(Talk, "answer", ending)
     given = ("--chat-template", "plain", "--context", 64, "--save", saved)
-    assert talk("The king said\n", *given)[0] != 0
+    assert talk("The king said\n", *given)[0] == status
     assert saved.is_file()
 
 

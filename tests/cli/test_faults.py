@@ -17,6 +17,7 @@ from tiny import interruptible, only, python
 from infinigen_jax import embedded, evaluate, generate, plan
 from infinigen_jax.convert import __main__ as convert
 from infinigen_jax.errors import OUT_OF_MEMORY, InputError, Parser, run_command, with_options
+from infinigen_jax.files.atomic import signals_as_exceptions
 from infinigen_jax.messages import Messages
 
 
@@ -101,8 +102,11 @@ def test_streams_that_the_caller_closed(monkeypatch):
         getattr(sys, name).close()
 
 
-@pytest.mark.parametrize("busy", [False, True])
-def test_ctrl_c_in_a_callback_that_loses_exceptions(busy, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "status", "busy"),
+    [(signal.SIGINT, 130, False), (signal.SIGINT, 130, True), (signal.SIGTERM, 143, False)],
+)
+def test_signals_in_a_callback_that_loses_exceptions(number, status, busy, monkeypatch):
     """JAX's callback of the garbage collector is another one; other processes may take the time."""
     if busy:
         start = threading.Thread.start
@@ -115,14 +119,15 @@ def test_ctrl_c_in_a_callback_that_loses_exceptions(busy, monkeypatch):
 
     class Losing:
         def __del__(self) -> None:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
 
     def command() -> None:
-        Losing()
-        time.sleep(20)
+        with signals_as_exceptions():
+            Losing()
+            time.sleep(20)
 
     with interruptible():
-        assert run_command(command) == 130
+        assert run_command(command) == status
 
 
 @pytest.mark.parametrize("program", [False, True])

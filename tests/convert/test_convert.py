@@ -235,6 +235,12 @@ def test_memory_is_that_of_a_layer_not_of_the_model(tmp_path):
     assert max(on_device) - before < 3 * size / layers
 
 
+def test_tokens_for_calibration_that_are_refused(tiny, tmp_path):
+    folder, few = tiny("llama", num_hidden_layers=1).folder, [0] * 20
+    for wrong in ([2**32 + 5, *few], [2**70, *few], [1.5, *few], 7):
+        refuses("calibration", convert, folder, tmp_path / "out", calibration=wrong)
+
+
 def test_command_line(tiny, tmp_path, capsys, refused):
     made, text = tiny("llama", num_hidden_layers=1), tmp_path / "text"
     given = (main, made.folder, tmp_path / "out")

@@ -128,7 +128,7 @@ def test_other_arguments_that_cannot_be_are_refused():
     stop: list[Any] = [None, 5, b"a", [""]]
     for wrong in stop:
         refuses("stop", made.generate, [5], stop=wrong)
-    for wrong in (None, 5, True):
+    for wrong in (None, 5, True, b"ab", np.array(5)):
         refuses("prefix", made.generate, [[5]], prefix=wrong)
     refuses("prefix", made.start, [[5, 6]], prefix=-3)
     refuses("batch .* at most", made.generate, [[5]], batch=10**23)

@@ -13,7 +13,7 @@ from tiny import ROOT, make_tiny, only, python, refuses, started
 from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.errors import InputError
 from infinigen_jax.files import atomic
-from infinigen_jax.files.atomic import staged, whole_file, write_text
+from infinigen_jax.files.atomic import locked, staged, whole_file, write_if_possible, write_text
 from infinigen_jax.files.output import checked_output, is_open
 
 
@@ -97,6 +97,22 @@ def test_what_killed_writers_left_is_removed(tmp_path):
     mask = os.umask(0)
     os.umask(mask)
     assert path.stat().st_mode & 0o777 == 0o666 & ~mask
+
+
+def test_a_file_keeps_its_permissions_and_its_links(tmp_path):
+    path, link = tmp_path / "file", tmp_path / "link"
+    path.touch(0o600)
+    link.symlink_to("file")
+    with whole_file(link) as file:
+        file.write(b"new")
+    assert link.is_symlink() and path.read_bytes() == b"new"
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_what_is_only_useful_waits_for_nobody(tmp_path):
+    with locked(tmp_path / ".file.lock"):
+        write_if_possible(tmp_path / "file", b"of no importance")
+    assert not only(tmp_path)
 
 
 @pytest.mark.parametrize("exchanges", [True, False])

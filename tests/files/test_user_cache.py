@@ -14,6 +14,7 @@ from infinigen_jax.files.user_cache import (
     processor,
     program_folder,
     prune,
+    prune_programs,
 )
 
 
@@ -58,6 +59,17 @@ def test_programs_are_in_no_folder_that_others_can_write_to(monkeypatch, tmp_pat
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "gs://bucket/folder")
     monkeypatch.chdir(tmp_path)
     assert program_folder() is None and not list(tmp_path.iterdir())
+
+
+def test_an_empty_variable_is_none(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "")
+    monkeypatch.setattr("infinigen_jax.files.user_cache.LIMIT", 0)
+    folder = program_folder()
+    assert folder is not None and folder.is_relative_to(tmp_path)
+    (folder / "old").write_text("x")
+    prune_programs()
+    assert not list(folder.iterdir())
 
 
 def test_a_users_choice_and_a_read_only_folder_are_left_alone(monkeypatch, tmp_path):

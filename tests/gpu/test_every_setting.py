@@ -130,7 +130,7 @@ def test_it_compiles(name, policy, given, calls: dict[str, Call], monkeypatch: p
         name: [call for call in calls.values() if call.name == name]
         for name in ("fused", "checked", "read_layer")
     }
-    assert again["fused"] or again["checked"] or made.schedule == "layerwise"
+    assert again["fused"] or again["checked"] or made.runtime.settings.schedule == "layerwise"
     for name in ("fused", "checked"):
         for call in again[name]:
             step = getattr(by_kernels, name)

@@ -6,6 +6,8 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -16,7 +18,9 @@ from tiny import TEXT, add_tokenizer, logits_of, make_tiny, only, refuses, text_
 from infinigen_jax import evaluate, generate, plan
 from infinigen_jax.checkpoint.manifest import file_record
 from infinigen_jax.checkpoint.source import read_config
+from infinigen_jax.convert import pipeline
 from infinigen_jax.convert.pipeline import convert
+from infinigen_jax.engine.conversation import fingerprint
 from infinigen_jax.files.user_cache import keep_programs
 from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.loading import room
@@ -198,7 +202,39 @@ def test_unconverted_folders_go_through_the_cache(tiny, tokens, tmp_path, monkey
     with monkeypatch.context() as patch:  # a cache that cannot be written has no lock
         patch.setattr(checkpoint, "cache_lock", lambda *_: pytest.fail("took the lock"))
         assert checkpoint.load(made.folder).path == model.path
-    assert only(tmp_path / "cache" / "infinigen_jax") == [model.path.name]  # no lock remains
+    checks = [FileNotFoundError, mock.DEFAULT]  # another process removes and makes it again
+    with mock.patch.object(checkpoint, "verify_files", side_effect=checks):
+        assert checkpoint.load(made.folder, notify=said.append).path == model.path
+    assert only(tmp_path / "cache" / "infinigen_jax") == [model.path.name] and len(said) == 3
+
+
+def test_a_source_that_changes_meanwhile_is_not_converted(tiny, tmp_path, monkeypatch):
+    """By a download, before the conversion reads it or while it does."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tiny("llama", vocab_size=1024, num_hidden_layers=1).folder
+    add_tokenizer(folder)
+    config = folder / "config.json"
+
+    def late(*arguments: Any, **options: Any) -> None:
+        config.write_text(config.read_text() + " ")
+        convert(*arguments, **options)
+
+    with mock.patch.object(pipeline, "convert", late):
+        refuses("changed before they were converted", checkpoint.load, folder)
+
+    def progress(done: int, total: int) -> None:
+        os.utime(config, (1, 1))
+
+    changing = tmp_path / "out", {"progress": progress}
+    refuses("changed during the conversion", convert, folder, changing[0], **changing[1])
+    assert not (tmp_path / "out").exists() and not only(tmp_path / "cache" / "infinigen_jax")
+
+
+def test_a_model_is_known_by_the_files_that_were_loaded(out):
+    model = checkpoint.load(out)
+    known = fingerprint(model)
+    shutil.rmtree(out)
+    assert fingerprint(model) == known
 
 
 def test_a_model_that_does_not_fit_is_not_converted(tiny, tmp_path, monkeypatch):

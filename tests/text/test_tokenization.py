@@ -129,6 +129,8 @@ def test_a_template_of_a_processor(tmp_path):
     folder = copied(tmp_path)
     (folder / "chat_template.json").write_text('{"chat_template": "{{ messages }}"}')
     assert load_tokenizer(folder).chat_template == "{{ messages }}"
+    (folder / "chat_template.json").write_text("{bad")
+    refuses("^[^ ]*/chat_template.json: ", load_tokenizer, folder)
 
 
 def copied(folder: Path) -> Path:
