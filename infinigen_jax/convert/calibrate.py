@@ -119,7 +119,7 @@ class Calibrator:
         self._hidden = architecture.embedding(embedding).embed(jnp.asarray(tokens.ids), positions)
 
     def layer(self, params: Params) -> Moments:
-        """Run the next layer, in float32; return its query and key moments for all positions."""
+        """Run the next layer, in float32; return its query and key moments."""
         with jax.default_matmul_precision("highest"):  # GPUs would round products to TF32
             step = _step(self._config, self._source, self._config.window_of(self._layers_done))
             self._hidden, sums, self._seen = step(params, self._hidden, self._valid)
@@ -143,17 +143,16 @@ class Calibrator:
                 f"the weights of layer {self._layers_done - 1} give queries, keys or values that "
                 "are not finite; get them again"
             )
-        moments = Moments(self._count, self._config.group_size, query_gram, key_gram, key_sum)
         means = BlockMoments(*(products / self._count for products in blocks))
-        self.blocks: BlockMoments = self._everywhere(means, params)
-        return self._everywhere(moments, params)
+        self.blocks: BlockMoments = self.everywhere(means, params)
+        return Moments(self._count, self._config.group_size, query_gram, key_gram, key_sum)
 
     def ahead(self, params: Params) -> tuple[Params, GuessMoments]:
         """Fit the query of the layer that `layer` ran last to the previous layer's hidden state.
 
         The first layer speculates from its own input, so its query is the true one. Return the
         corrected projection {"weight", "bias"}, float32, and the moments of its queries, scaled,
-        rotated and extended to all positions as in `layer`.
+        rotated and extended to all positions as by `everywhere`.
         """
         valid, query = np.asarray(self._valid), params["q"]
         target, queries = (np.asarray(self._seen[i])[valid] for i in (0, 3))
@@ -170,7 +169,7 @@ class Calibrator:
         self._guesses = tuple(_guess(self._config, params, *pair) for pair in pairs)
         guesses = np.asarray(self._guesses[0])[valid]
         moments = guess_moments(guesses, queries, self._config.num_kv_heads)
-        return projections[0], self._everywhere(moments, params)
+        return projections[0], self.everywhere(moments, params)
 
     def loss(self, params: Params) -> Float[np.ndarray, "n m"]:
         """Return the relative error of sparse attention in the layer that `layer` ran last.
@@ -192,8 +191,11 @@ class Calibrator:
         with np.errstate(invalid="ignore"):
             return np.sqrt(errors / whole).astype(np.float32)
 
-    def _everywhere(self, sums: Any, params: Params) -> Any:
-        """Extend sums of the layer to all positions where the text can start."""
+    def everywhere(self, sums: Any, params: Params) -> Any:
+        """Extend sums of the layer that `layer` ran last to all positions where the text can start.
+
+        Not in the paper.
+        """
         rope, factors = self._config.rope_of(self._layers_done - 1), []
         places = offsets(rope, self._config.max_positions, self._valid.shape[1])
         if self._config.norm_after_rotation:

@@ -34,7 +34,7 @@ from infinigen_jax.text import gguf_tokenizer
 
 # Increases when a conversion's measurements change, which invalidates cached conversions. Folders
 # that the user converted stay valid.
-REVISION = 6
+REVISION = 7
 LIMIT = 64 << 30  # bytes of conversions
 HASHES = "hashes.json"
 LARGE = 16 << 20  # bytes of the smallest file whose hash is remembered

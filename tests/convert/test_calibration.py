@@ -43,9 +43,23 @@ def test_absorbed_bases_diagonalise_queries(tiny, tmp_path):
     assert model.bases == (None,) and model.skew == "svd"
     parts = windowed(model.config, model.params, ids, 64)  # 150 tokens make three windows
     queries = (np.asarray(q, np.float64) for q, _ in parts)
-    gram = sum(np.einsum("thd,the->hde", q, q) for q in queries)
+    assert_diagonal(sum(np.einsum("thd,the->hde", q, q) for q in queries))
+
+
+def test_the_papers_basis_is_of_the_text_where_it_stands(tmp_path):
+    """With rotary positions the other bases are for all positions of the model."""
+    made = make_tiny(tmp_path / "source", "llama", max_position_embeddings=512)
+    model = checkpoint.load(convert(made.folder, tmp_path / "out", calibration=IDS[:150]))
+    ((queries, _),) = windowed(model.config, model.params, IDS[:150], 150)
+    basis = np.asarray(model.svd_bases[0].key, np.float64)
+    turned = np.einsum("tkgd,kdr->tkgr", model.config.grouped(queries), basis)
+    assert_diagonal(np.einsum("tkgr,tkgs->krs", turned, turned))
+
+
+def assert_diagonal(gram: np.ndarray) -> None:
+    """Assert that products have descending energies and nothing else."""
     diagonal = np.einsum("hdd->hd", gram)
-    off = np.abs(gram - diagonal[:, :, None] * np.eye(16))
+    off = np.abs(gram - diagonal[:, :, None] * np.eye(gram.shape[-1]))
     assert off.max() <= 1e-5 * diagonal.max()
     assert np.all(np.diff(diagonal, axis=-1) <= 1e-5 * diagonal.max())
 
