@@ -25,7 +25,8 @@ SCORED, FEWER = 512, 256  # tokens scored at the end of each window
 MANY = 24  # windows, for a small standard error of InfiniGen's perplexity
 AHEAD = "infinigen:query=corrected"  # selects a layer ahead, the default on a GPU
 POLICIES = f"full infinigen {AHEAD} oracle quest"
-OTHERS = "window h2o infinigen-paper previous-query"  # much worse: with one length
+OTHERS = "window h2o previous-query"  # much worse: with one length
+PAPER = "infinigen-paper:alpha=5,budget=0.2"  # the paper's settings for LLaMA
 SETTINGS = (
     f"full infinigen infinigen:layer_budgets=equal {AHEAD} "
     "infinigen:query=corrected,layer_budgets=equal"
@@ -44,7 +45,7 @@ RECENT_AHEAD = (
 )
 COLUMNS = "full infinigen infinigen:tail_columns=4 infinigen:tail_columns=16"
 NO_COLUMNS = f"full infinigen:tail_columns=0 {AHEAD} {AHEAD},tail_columns=0"
-RECALL = f"full infinigen {AHEAD} quest h2o infinigen-paper"
+RECALL = f"full infinigen {AHEAD} quest h2o {PAPER}"
 LOOKUPS = {1024: 3, 2048: 3, 4096: 3, 7680: 1}  # items by length, at five depths
 CONTEXTS = "1024 4096 7680"  # with the new tokens, within 8,192 positions
 SYSTEMS = "infinigen full-device transformers-static llama.cpp-f32 llama.cpp-f16"
@@ -71,14 +72,16 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
             )
 
     score("policies", 4096, f"0.05 --policy {POLICIES} {OTHERS}")
+    for length in 4096, 8192:
+        score("paper", length, f"0.2 --policy full {PAPER}")
     score("policies", 2048, f"0.05 --policy {POLICIES}")
     score("many", 4096, "0.05 --policy full infinigen", windows=MANY)
     score("length", 8192, "0.05 0.1 --policy full infinigen")
     score("budgets", 4096, "0.02 0.1 --policy full infinigen")
     score("others", 4096, "0.02 0.1 --policy full oracle quest window h2o")
-    score("baselines", 4096, "0.02 0.1 --policy full infinigen-paper previous-query")
+    score("baselines", 4096, "0.02 0.1 --policy full previous-query")
     score("others", 8192, "0.05 --policy full oracle quest window h2o")
-    score("baselines", 8192, "0.05 --policy full infinigen-paper previous-query")
+    score("baselines", 8192, "0.05 --policy full previous-query")
     score("memory", 4096, "0.05 --dense-layers 4 --policy full window h2o", "wiki")
     score("settings", 4096, f"0.05 --policy {SETTINGS}", "wiki", scored=FEWER)
     score("rules", 4096, f"0.05 --policy {RULES}", "wiki")

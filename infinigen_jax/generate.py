@@ -62,18 +62,18 @@ def build_parser() -> Parser:
     )
     add = parser.add_argument_group("model and prompts").add_argument
     add_model_options(add)
-    text = "prompt; may be given several times (default: stdin, or a sample if it is empty)"
+    text = "prompt; repeatable (default: stdin, or a sample prompt if stdin is empty)"
     add("--prompt", action="append", metavar="TEXT", help=text)
-    text = "file whose whole text is one more prompt; repeat for more"
+    text = "file whose whole text is a prompt; repeatable"
     add("--prompt-file", action="append", metavar="F", help=text)
     add("--prefix", metavar="TEXT", help="text before every prompt; read and stored once")
     add("--prefix-file", metavar="F", help="file whose whole text is the prefix")
-    text = "most prompts decoded together; the others wait (default: as many as fit)"
+    text = "maximum number of prompts decoded together; others wait (default: as many as fit)"
     add("--batch", type=whole_number(1), metavar="N", help=text)
     group = parser.add_argument_group("generation")
     add = group.add_argument
     text = (
-        f"most tokens to generate for each prompt (default {NEW_TOKENS}; {ANSWER_TOKENS} with "
+        f"maximum number of new tokens per prompt (default {NEW_TOKENS}; {ANSWER_TOKENS} with "
         "a chat template; in a chat, the context's); 1k is 1024"
     )
     add("--max-new-tokens", type=whole_number(1), metavar="N", help=text)
@@ -81,17 +81,17 @@ def build_parser() -> Parser:
     add_settings(group, Sampling, common)
     add_settings(parser.experts, Sampling, SAMPLING_EXPERTS)
     add_settings(group, EngineOptions, ("lossless",))
-    add("--stop", action="append", metavar="TEXT", help="end before this text; may be given again")
+    add("--stop", action="append", metavar="TEXT", help="end before this text; repeatable")
     add_engine_options(parser)
     add_chat_options(parser)
     add = parser.add_argument_group("output").add_argument
     add("--stats-json", metavar="F", help="write tokens, texts and measurements to a file")
-    add("--quiet", action="store_true", help="no messages on stderr but errors")
+    add("--quiet", action="store_true", help="print only errors to stderr")
     add = parser.experts.add_argument
-    add("--raw", action="store_true", help="prompts as they are, without the chat template")
-    add("--ignore-eos", action="store_true", help="go on after the end-of-text token")
+    add("--raw", action="store_true", help="pass prompts unchanged, without the chat template")
+    add("--ignore-eos", action="store_true", help="continue after the end-of-text token")
     number = whole_number(0, MOST_LOG_PROBS)
-    text = "log-probabilities of new tokens and of the N likeliest, in --stats-json"
+    text = "write log-probabilities of new tokens and of the N likeliest to --stats-json"
     add("--logprobs", dest="log_probs", type=number, metavar="N", help=text)
     drafts = ("draft_tokens", "draft_weights", "schedule", "check")
     add_settings(parser.experts, EngineOptions, drafts)

@@ -36,7 +36,7 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="python -m infinigen_jax.serve",
         usage="%(prog)s [--model M] [--host H] [--port P] [options]",
-        description="Serve a model by OpenAI's HTTP interface, with the KV cache in host memory.",
+        description="Serve a model over OpenAI's HTTP interface, with the KV cache in host memory.",
     )
     add = parser.add_argument_group("model").add_argument
     add_model_options(add)
@@ -45,24 +45,32 @@ def build_parser() -> Parser:
     add("--chat-template", metavar="F", help="file with a Jinja template (default: the model's)")
     add = parser.add_argument_group("network").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
-    add("--port", type=whole_number(0, 65535), default=8000, help="default 8000; 0: any free one")
+    add(
+        "--port",
+        type=whole_number(0, 65535),
+        default=8000,
+        help="port (default 8000; 0: any free one)",
+    )
     add("--api-key", metavar="K", help=f"key that clients must send (default: ${KEY_VARIABLE})")
-    add("--allow-origin", action="append", default=[], metavar="O", help="web page that may call")
+    text = "origin whose web pages may call the server; repeatable"
+    add("--allow-origin", action="append", default=[], metavar="O", help=text)
     add = parser.add_argument_group("capacity").add_argument
-    add("--batch", type=whole_number(1), default=8, metavar="N", help="answers at a time (8)")
-    text = "most tokens of a prompt and its answer (default 4096, or the model's positions)"
+    text = "answers decoded together (default 8)"
+    add("--batch", type=whole_number(1), default=8, metavar="N", help=text)
+    text = "maximum tokens of a prompt and its answer (default 4096, or the model's positions)"
     add("--context", type=whole_number(2), metavar="N", help=text)
-    add("--max-waiting", type=whole_number(1), default=64, metavar="N", help="most waiting (64)")
+    text = "maximum number of waiting requests (default 64)"
+    add("--max-waiting", type=whole_number(1), default=64, metavar="N", help=text)
     text = "host memory for rows of earlier prompts, in GiB (default 1); 0: none"
     add("--prefix-cache-gib", type=Range(0), default=1.0, metavar="G", help=text)
-    add("--no-page", action="store_true", help="neither the chat page at / nor heat maps")
-    text = "time for running requests at the end (default 30)"
+    add("--no-page", action="store_true", help="disable the chat page and heat maps")
+    text = "seconds that running requests may take at shutdown (default 30)"
     add("--shutdown-seconds", type=whole_number(0), default=30, metavar="S", help=text)
     add_settings(parser.add_argument_group("answers"), EngineOptions, ("lossless",))
     add_engine_options(parser, pool=False)
     add_settings(parser.experts, EngineOptions, ("draft_tokens", "draft_weights"))
     add = parser.add_argument_group("output").add_argument
-    add("--quiet", action="store_true", help="no messages on stderr but warnings and errors")
+    add("--quiet", action="store_true", help="print only warnings and errors to stderr")
     return parser
 
 

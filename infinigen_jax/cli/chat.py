@@ -42,14 +42,14 @@ PROMPT = "> "
 def add_chat_options(parser: ArgumentParser) -> None:
     """Add the options that `check_chat_options` and `chat` read."""
     add = parser.add_argument_group("conversation").add_argument
-    add("--chat", action="store_true", help="a conversation; each line of stdin is a turn")
+    add("--chat", action="store_true", help="start a conversation; each line of stdin is a turn")
     add("--system", metavar="TEXT", help="system message, for models with a chat template")
     text = "file with a Jinja template (default: the model's); plain: none, for a chat"
     add("--chat-template", metavar="F", help=text)
     text = "capacity of the chat in tokens (default 4096); the oldest turns are dropped"
     add("--context", type=whole_number(2), metavar="N", help=text)
     add("--save", metavar="F", help="write the chat to a file when it ends")
-    add("--resume", metavar="F", help="go on with a chat from a file")
+    add("--resume", metavar="F", help="resume a chat from a file")
 
 
 def check_chat_options(arguments: Namespace) -> None:

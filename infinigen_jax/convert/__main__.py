@@ -24,8 +24,8 @@ def build_parser() -> Parser:
     text = "basis of queries and keys: svd is the paper's (default: %(default)s)"
     add("--skew", choices=("svd", "balanced", "none"), default="balanced", help=text)
     text = (
-        "what of the layer before the corrected query is made of: its input, or the "
-        "hidden state after attention to sinks and recent tokens alone, which guesses better "
+        "hidden state of the previous layer that predicts the corrected query: its attention "
+        "input, or the state after attention to resident rows, which predicts better "
         f"(default: {DEFAULT_SOURCE}; with other skews than balanced: input)"
     )
     add("--speculate-from", choices=("input", "resident"), help=text)

@@ -262,7 +262,7 @@ class Decoder(Layout):
             assert isinstance(resident, Resident)
             rows = resident.since(start, self.slots)
             stored.append(self.row_format.encode(cache.scales[i], rows))
-            # A streamed layer uses all its rows in every step, so every eviction order equals fifo.
+            # Without counts of use, as of a streamed layer, rows are evicted in order of age.
             used = kept.used if isinstance(kept, Kept) else None
             positions = span.positions(window)
             place = insert(

@@ -95,7 +95,7 @@ class Policy:
             check_range("policy.dense_layers", self.dense_layers, 0)
 
     def streams(self, layer: int) -> bool:
-        """Whether this layer of the model, if on the host, attends to all its rows by block.
+        """Whether this layer of the model, if on the host, attends to all rows there, by block.
 
         It then selects nothing and has no state.
         """

@@ -45,29 +45,28 @@ class EngineOptions(Settings):
         "auto", "auto, fused or layerwise; equal results", "S", OneOf(SCHEDULES)
     )
     transfer: str = setting(
-        "auto", "way of rows to the device: auto, xla or cuda", "T", OneOf(TRANSFERS)
+        "auto", "how rows reach the device: auto, xla or cuda", "T", OneOf(TRANSFERS)
     )
     rows: str = setting(
         "auto", "format of rows on the host: auto (exact), int8 or int4", "T", OneOf(ROW_FORMATS)
     )
     hot_set: float | None = setting(
         None,
-        "rows kept on the device after use, in multiples of the rows that one step may fetch of a "
-        "layer, at least 1; 0: none "
-        "(default: 2 with transfer cuda, else none)",
+        "size of the device's cache of fetched rows, in multiples of the rows that a step may "
+        "fetch per layer, at least 1; 0: no such cache (default: 2 with transfer cuda, else none)",
         "M",
         Range(1, LARGEST_FACTOR, or_zero=True),
     )
     pool: Pool | None = None
     weights: str = setting(
-        "device", "memory of the layers' weights: device or host", "W", OneOf(WEIGHTS)
+        "device", "memory that holds the layers' weights: device or host", "W", OneOf(WEIGHTS)
     )
     lossless: bool = setting(
-        False, "verify the policy's tokens with the full cache: the same tokens as policy full"
+        False, "verify the policy's tokens with the full cache; the result is that of policy full"
     )
     draft_tokens: int | None = setting(
         None,
-        "most tokens drafted before a verification, with lossless "
+        "maximum number of tokens drafted before a verification, with lossless "
         "(default: 15, or the policy's window)",
         "N",
         whole_number(1, 15),
@@ -79,10 +78,10 @@ class EngineOptions(Settings):
         "T",
         OneOf(("none", *WEIGHT_DTYPES)),
     )
-    check: bool = setting(False, "stop at a NaN or an infinity, and say where it is")
+    check: bool = setting(False, "stop at a NaN or an infinity, and report where it occurred")
     prefill_chunk: int | None = setting(
         None,
-        "tokens of a prompt read at a time, at least 64 (default: 1024 on the CPU, else up to "
+        "prompt tokens processed at a time, at least 64 (default: 1024 on the CPU, else up to "
         "4096; a server: half of that)",
         "N",
         whole_number(CHUNK_UNIT),

@@ -35,7 +35,7 @@ class ResidentSettings(Settings):
 class BudgetSettings(ResidentSettings):
     """Settings of a policy that fetches at most a share of the rows."""
 
-    budget: float = setting(0.1, "most rows fetched, as a share of those cached", "F", SHARE)
+    budget: float = setting(0.1, "maximum share of the cached rows to fetch", "F", SHARE)
     sinks: int = 4
     window: int = 256
 

@@ -41,8 +41,8 @@ class Pool(Settings):
 
     tokens: int | None = setting(
         None,
-        "most rows on the host, per layer, sequence and KV head: a number, or a share of the "
-        "context such as 80%; all (default): no limit",
+        "maximum number of rows on the host per layer, sequence and KV head: a number, or a share "
+        "of the context such as 80%; all (default): no limit",
         "N",
         whole_number(1),
     )

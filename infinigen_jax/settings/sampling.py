@@ -32,8 +32,8 @@ class Sampling(Settings):
     )
     repetition_penalty: float = setting(
         1.0,
-        "divisor of the positive logits, and factor of the negative ones, of tokens in the prompt "
-        "or the answer",
+        "divides positive logits of tokens in the prompt or the answer, and multiplies "
+        "negative ones",
         "R",
         Range(0.01, 100),
     )
