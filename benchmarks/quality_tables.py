@@ -157,11 +157,11 @@ REAL_OTHERS: Titled = [
     ("oracle: exact scores, no tail", {"policy": "oracle"}),
     ("Quest", {"policy": "quest"}),
     ("previous token's query", {"policy": "previous-query"}),
-    ("the paper's settings", {"policy": "infinigen-paper"}),
     ("H2O", {"policy": "h2o"}),
     ("window", {"policy": "window"}),
 ]
 REAL = [*REAL_OURS, *REAL_OTHERS]
+PAPER_TITLE = "the paper's settings: alpha 5, at most 20 %"
 # Tokens and budget, and the result that has them, all with 32 recent tokens.
 SIZES: Titled = [
     (f"{tokens:,} tokens, {budget:.0%}", {"budget": budget, "result": f"real-model/{result}"})
@@ -218,12 +218,17 @@ def by_text(name: str, *shows: str, **spec: Any) -> Titled:
     return across(TEXTS, shown(name, *shows, **spec), joint=": ")
 
 
+def real_paper(length: int) -> Titled:
+    """Return the row of the paper's settings, which have a budget of their own."""
+    spec = {"budget": 0.2, "alpha": 5.0, "result": f"real-model/paper-{{text}}-{length}"}
+    return [(PAPER_TITLE, {**PAPER[0][1], **spec})]
+
+
 def against_others(ours: str, size: int) -> Titled:
     """Return rows of several results: InfiniGen's, the other policies', and those of baselines."""
     rows = [(REAL_OURS[0][0], OWN_4 | {"result": f"real-model/{ours}-{{text}}-{size}"})]
     for title, spec in REAL_OTHERS:
-        baseline = spec["policy"] in ("previous-query", "infinigen-paper")
-        result = "baselines" if baseline else "others"
+        result = "baselines" if spec["policy"] == "previous-query" else "others"
         rows.append((title, {**spec, "result": f"real-model/{result}-{{text}}-{size}"}))
     return rows
 
@@ -312,10 +317,10 @@ TABLES: Mapping[str, Any] = {  # rows, columns and corner, arguments of `result_
         "limit",
     ),
     "real policies": (
-        REAL,
+        [*REAL, *real_paper(4096)],
         [
             *by_text("policies-{text}-4096", "above", "divergence"),
-            *shown("policies-wiki-4096", "fetched"),
+            *shown("policies-wiki-4096", "fetched", text="wiki"),
         ],
     ),
     "real sizes": (SIZES, by_text("", *BASIC, **OWN_4), "budget"),
@@ -324,7 +329,7 @@ TABLES: Mapping[str, Any] = {  # rows, columns and corner, arguments of `result_
         across(TEXTS, [("2 %", {"budget": 0.02}), BOTH[1]], DIVERGENCE),
     ),
     "real long": (
-        against_others("length", 8192),
+        [*against_others("length", 8192), *real_paper(8192)],
         by_text("", "above", "divergence", budget=0.05),
     ),
     "real gemma": (REAL, shown("policies-gemma-8192", *BASIC)),
@@ -339,7 +344,10 @@ TABLES: Mapping[str, Any] = {  # rows, columns and corner, arguments of `result_
             for length in (1024, 2048, 4096, 7680)
         ],
     ),
-    "real mass": (REAL, shown("recall-wiki-4096", "of oracle", "error", "fetched")),
+    "real mass": (
+        [*REAL, (PAPER_TITLE, PAPER[0][1])],
+        shown("recall-wiki-4096", "of oracle", "error", "fetched"),
+    ),
     "real budgets": (
         across(
             [("own query", OWN_4), ("a layer ahead", AHEAD_4)],
