@@ -87,11 +87,17 @@ def tail_moments(config: ModelConfig, params: Params) -> tuple[np.ndarray, np.nd
     places = jnp.arange(64, dtype=jnp.int32)
     architecture, moments = blueprint(config, jnp.float32), []
     x = architecture.embedding(params["embedding"]).embed(tokens, places)
-    for layer in map(architecture.layer, params["layers"]):
+
+    @jax.jit
+    def step(params: Params, x: jax.Array) -> tuple[jax.Array, Any]:
+        layer = architecture.layer(params)
         a = layer.attention_input(x)
         keys, values = layer.key_value(a, places)
-        moments.append(block_products(keys, values, jnp.ones(64, bool)))
-        x = x + layer.mlp(x, a)
+        return x + layer.mlp(x, a), block_products(keys, values, jnp.ones(64, bool))
+
+    for each in params["layers"]:
+        x, products = step(each, x)
+        moments.append(products)
     keys, values = (np.stack([np.asarray(m[i]) for m in moments]) for i in range(2))
     return keys, values
 

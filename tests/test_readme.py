@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 from runtime import slow_except
 from tiny import ROOT
@@ -80,7 +82,7 @@ def test_links_lead_somewhere(page):
 
 PAGE = ROOT / "docs" / "policies.md"
 BLOCK = re.compile(r"^```python\n# (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-OUTSIDE, WATCH = "my_policy.py", "watch.py"
+OUTSIDE, WATCH, WHOLE = "my_policy.py", "watch.py", "whole.py"
 POLICY, TEST = "infinigen_jax/policies/key_norm.py", "tests/policies/test_key_norm.py"
 BLOCKS = dict(BLOCK.findall(PAGE.read_text()))
 TESTS = re.findall(r"^def (test_\w+)", BLOCKS[TEST], re.MULTILINE)
@@ -121,7 +123,7 @@ def test_the_page_tells_every_flag():
 
 
 def test_it_is_one_file_and_one_test():
-    assert list(BLOCKS) == [OUTSIDE, WATCH, POLICY, TEST] and len(TESTS) == 4
+    assert list(BLOCKS) == [OUTSIDE, WATCH, WHOLE, POLICY, TEST] and len(TESTS) == 4
 
 
 def test_selections_are_watched():
@@ -129,6 +131,15 @@ def test_selections_are_watched():
     exec(BLOCKS[WATCH], names)
     requests = [record for record in names["records"] if record is not None]
     assert requests and all(count.min() > 0 for _, count in requests)
+
+
+def test_a_pass_without_a_cache_has_gradients():
+    names: dict[str, Any] = {}
+    exec(BLOCKS[WHOLE], names)
+    tokens = jnp.array([[5, 6, 7]])
+    gradients = jax.grad(lambda params: names["logits"](params, tokens)[0, -1, 9])
+    largest = jax.tree.map(lambda x: jnp.abs(x).max(), gradients(names["model"].params))
+    assert all(0 < x < jnp.inf for x in jax.tree.leaves(largest["layers"][0]["qkv"]))
 
 
 def test_a_file_outside_the_package(tmp_path, monkeypatch, command):

@@ -114,7 +114,9 @@ class HostRows(NamedTuple):
         o, attended = self._attend_fetched(q, carry.fetched)
         if attended is None:
             return o, self, carry.counts
-        observed = self.layout.policy.observe(self.observed, attended)
+        policy = self.layout.policy
+        observed = policy.observe(self.observed, attended)
+        policy.check_state("observe", observed, self.observed)
         return o, self._replace(observed=observed), carry.counts
 
     def _attend_fetched(

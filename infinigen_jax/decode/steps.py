@@ -38,14 +38,26 @@ GROUP = 2
 
 
 class Watched(NamedTuple):
-    """One layer of a step with its inputs and outputs, for a `Watch` function."""
+    """One layer of a step with its inputs and outputs, for a `Watch` function.
+
+    Attributes:
+        params: parameters of the layer.
+        before, after: what the layer got from the one before, and passes on: the hidden state `x`
+            and the rows that were fetched for the layer, `fetched`.
+        local: rows of the layer on the device, including the current token's.
+        place: where the host keeps its rows, at index `place.number`; None for a layer on the
+            device. `cache.host_array.read_block` reads rows from `host`.
+        selection: what the layer's rows are selected with; None if it selects none.
+        host: [l, a, k, t, w], rows of all layers on the host; None if there are none.
+        positions: [b], position of the current token of each sequence.
+    """
 
     params: Params
     before: Carry
     after: Carry
-    local: Local  # rows of the layer on the device, including the current token's
-    place: HostLayer | None  # of the layer's rows on the host; None for a layer on the device
-    selection: Target | None  # that the layer's rows are selected for; None if none are
+    local: Local
+    place: HostLayer | None
+    selection: Target | None
     host: Array | None
     positions: Array
 

@@ -32,7 +32,7 @@ class EngineSettings(EngineOptions):
             raise ParameterError(
                 "policy",
                 f"{self.policy!r} is not a policy; give InfiniGen(budget=0.1) or another instance "
-                f"(docs/api.md), or a name: {', '.join(POLICIES)}",
+                f"(docs/api.md), also of a class of your own, or a name: {', '.join(POLICIES)}",
             )
         check_policy(type(self.policy), type(self.policy).__name__)
         _check_fields(self.policy)
@@ -74,4 +74,5 @@ def check_pool(pool: Pool | None, policy: Policy) -> None:
     """Raise ParameterError, which names other policies, if a policy supports no limited cache."""
     if pool is not None and not policy.pools:
         names = listed([name for name, kind in POLICIES.items() if kind.pools])
-        raise ParameterError("pool", f"policy {policy.name} cannot have a limit; use {names}")
+        others = f"policy {policy.name} cannot have a limit; use {names}"
+        raise ParameterError("pool", f"{others}, or set `pools` in a class of your own")

@@ -9,6 +9,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
@@ -29,6 +30,7 @@ from infinigen_jax.selection.select import (
     share_of,
 )
 from infinigen_jax.settings.policy import SOURCES, BudgetSettings
+from infinigen_jax.settings.setting import Settings
 from infinigen_jax.speculation.index import IndexFormat, write_entries
 from infinigen_jax.speculation.query import partial_keys
 
@@ -53,8 +55,8 @@ class Policy:
         source: hidden state that `select` sees with `lead` 1, one of `settings.policy.SOURCES`:
             the previous layer's attention "input"; or the hidden state after attention to its
             "resident" rows alone, normalised with the selected layer's parameters.
-        observes: whether `observe` and `observe_queries` are called; needs a `lead` of 1 and no
-            `tail_block`.
+        observes: whether `observe` and `observe_queries` are called; needs a `lead` of 1, no
+            `tail_block` and no pool.
         reuses: default of the engine's hot set: whether fetched rows stay on the device.
         paged: whether the selection depends on when rows were flushed, as with pages filled row
             by row. A sequence then joins a batch only at a flush.
@@ -89,10 +91,21 @@ class Policy:
             problem = "one that `observes` needs a `lead` of 1"
         elif self.observes and self.tail_block:
             problem = "one that `observes` has no `tail_block`; use one mean or no tail"
+        elif self.observes and self.pools:
+            problem = "one that `observes` cannot have a pool; leave `pools` out"
         if problem:
             raise ParameterError("policy", problem, self.name)
+        if isinstance(self, Settings):  # a class with a `__post_init__` of its own may omit it
+            Settings.__post_init__(self)
         if self.dense_layers is not None:
             check_range("policy.dense_layers", self.dense_layers, 0)
+
+    def check_state(self, method: str, state: Any, wanted: Any) -> None:
+        """Raise ParameterError unless a method returned a state with these shapes and dtypes."""
+        found = jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), state)
+        if found != jax.tree.map(lambda x: (x.shape, x.dtype), wanted):
+            problem = f"`{method}` returned a state of other arrays than `init`"
+            raise ParameterError("policy", problem, self.name)
 
     def streams(self, layer: int) -> bool:
         """Whether this layer of the model, if on the host, attends to all rows there, by block.
@@ -159,9 +172,12 @@ class Policy:
     ) -> Any:
         """Update the state after `append` of a prompt chunk, if the policy `observes`.
 
+        With `lossless`, the tokens that a verification accepts are such a chunk as well.
+
         Args:
-            queries: queries of the chunk, scaled and rotated.
-            mass: attention weight of each slot, summed over these queries.
+            queries: queries of the chunk, scaled and rotated; padding after `span.count`.
+            mass: attention weight of each slot, summed over these queries and the query heads of
+                the KV head.
         """
         return state
 

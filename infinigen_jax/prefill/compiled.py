@@ -26,6 +26,7 @@ from infinigen_jax.cache.pool import Kept, first_used, held, of_prompt
 from infinigen_jax.decode.compiled import compiled
 from infinigen_jax.decode.compiler_options import chunk_options
 from infinigen_jax.decode.layer import Decoder
+from infinigen_jax.errors import ParameterError
 from infinigen_jax.models import Params
 from infinigen_jax.models.llama import Layer
 from infinigen_jax.ops.bit_storage import from_kept
@@ -59,9 +60,17 @@ def empty(decoder: Decoder, *, batch: int, capacity: int, slots: int) -> Cache:
         kind, shape = DenseLayer if ring is None else Sliding, (batch, k, ring or capacity, d)
         return kind(*(jnp.zeros(shape, decoder.kept_dtype) for _ in range(2)))
 
+    def state() -> Any:
+        made = policy.init(config, batch, slots)
+        for shape in map(jnp.shape, jax.tree.leaves(made)):
+            if shape[:2] != (batch, k):
+                problem = f"`init` returned an array of shape {shape}; give [{batch}, {k}, ...]"
+                raise ParameterError("policy", problem, policy.name)
+        return made
+
     return Cache(
         None,
-        tuple(() if s else policy.init(config, batch, slots) for s in streams),
+        tuple(() if s else state() for s in streams),
         tuple(local(i) for i in range(config.num_layers)),
         jnp.zeros(batch, jnp.int32),
         tuple(stored.no_scales(batch, k) for _ in streams),

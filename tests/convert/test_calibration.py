@@ -43,7 +43,7 @@ def test_absorbed_bases_diagonalise_queries(tiny, tmp_path):
     assert model.bases == (None,) and model.skew == "svd"
     parts = windowed(model.config, model.params, ids, 64)  # 150 tokens make three windows
     queries = (np.asarray(q, np.float64) for q, _ in parts)
-    assert_diagonal(sum(np.einsum("thd,the->hde", q, q) for q in queries))
+    assert_diagonal(np.sum([np.einsum("thd,the->hde", q, q) for q in queries], axis=0))
 
 
 def test_the_papers_basis_is_of_the_text_where_it_stands(tmp_path):

@@ -80,7 +80,7 @@ def test_sequences_that_end_between_flushes():
     """The second one ends at the full capacity of 128, one step before prompts are admitted."""
     made = engine("one", Quest(budget=0.2, window=4, sinks=2))
     prompts = [numbers(29, seed) for seed in (1, 2, 3)]
-    expected = [tokens_of(made, [prompt], 99)[0] for prompt in prompts]
+    expected = tokens_of(made, prompts, 99, batch=2)  # equally long, so none joins in between
     end = next(i for i in range(2, 60) if expected[0][i] not in expected[1] + expected[2])
     stopping = with_ends(made, expected[0][end])
     run = stopping.start(prompts, max_new_tokens=99, batch=2)

@@ -137,7 +137,7 @@ def decoded(engine: Engine, batch: int | None) -> Run:
 
 TRANSFER = "infinigen_jax.engine.runtime.make_transfer"
 # The slow ones are pairs that other cases cover as well, and H2O, also in test_undo.py.
-OFTEN = ("everything", "everything-moved", "streamed", "paper", "sparse", "small-rows")
+OFTEN = ("everything", "everything-moved", "paper", "sparse", "small-rows")
 
 
 @pytest.mark.parametrize("name", slow_except(CASES, *OFTEN, "pool"))

@@ -16,6 +16,7 @@ from infinigen_jax.engine import memory_plan as planning
 from infinigen_jax.evaluation import perplexity
 from infinigen_jax.evaluation.report import labels, name_columns
 from infinigen_jax.evaluation.session import Configuration, Measurement, Session, configurations
+from infinigen_jax.evaluation.texts import load_windows
 from infinigen_jax.policies import Full, InfiniGen, InfiniGenPaper, Quest, Window
 
 pytestmark = pytest.mark.usefixtures("shallow")
@@ -269,12 +270,14 @@ def test_a_wrong_value_at_the_end_of_a_list_is_told_before_the_work(refused, tex
         assert "--json" in refused("--window", "64", "--json", path)
 
 
-def test_windows_too_short_to_select_are_mentioned(text, command):
-    asked = ["--text", text, "--window", "64", "--windows", "1", "--model", "tiny-llama"]
-    asked += ["--policy", "h2o", "window:window=8", "--budget", "0.1", "0.2", "--no-reference"]
-    status, _, err = command(evaluate.main, "perplexity", *asked)
-    assert status == 0 and err.count("selects nothing") == 1
-    assert "h2o selects nothing: its sinks and 256 recent tokens cover the whole text window" in err
+def test_windows_too_short_to_select_are_mentioned(text):
+    asked = f"--text {text} --window 64 --windows 1 --model tiny-llama --no-reference"
+    asked += " --policy h2o window:window=8 --budget 0.1 0.2"
+    said: list[str] = []
+    arguments = evaluate.build_parser().parse_args(["perplexity", *asked.split()])
+    load_windows(Session.of(arguments, said.append))
+    (line,) = (each for each in said if "selects nothing" in each)
+    assert line.startswith("h2o selects nothing: its sinks and 256 recent tokens cover the whole")
 
 
 def test_pools_that_cannot_be(refused, command, text):

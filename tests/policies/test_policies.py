@@ -15,6 +15,7 @@ from tiny import normal, refuses
 
 from infinigen_jax import Engine, Full, InputError
 from infinigen_jax.cache.layers import Slots
+from infinigen_jax.models import ModelConfig
 from infinigen_jax.models.llama import Layer
 from infinigen_jax.ops.span import Span
 from infinigen_jax.policies import H2O, POLICIES, Oracle, Policy, PreviousQuery, Quest, Window
@@ -255,12 +256,40 @@ class Mine(Budgeted):
         return Request(slots, jnp.where(lookup.number == 0, request.count, 0))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Watching(Mine):
+    """Policy with a state, wrong in the ways that its fields say."""
+
+    name: ClassVar[str] = "watching"
+    observes: ClassVar[bool] = True
+
+    axes: int = 3
+    forgets: bool = False
+
+    def __post_init__(self):
+        """Omit the checks of the base."""
+
+    def init(self, config: ModelConfig, batch: int, capacity: int) -> Any:
+        return jnp.zeros((batch, config.num_kv_heads, capacity)[: self.axes])
+
+    def observe(self, state: Any, attended: Attended) -> Any:
+        return None if self.forgets else state
+
+
+class Pooled(Watching):
+    pools: ClassVar[bool] = True
+
+
 @pytest.mark.parametrize(
     ("policy", "problem"),
     [
         (NoField(1), "its `sign` is no field; make NoField a frozen dataclass"),
         (Mine(more=[1]), "unhashable type.* arrays come from `prepare`"),
         (Mine(narrow=True), r"returned slots \[1, 2, 1\] .*give \[1, 2, 12\]"),
+        (Watching(axes=1), r"`init` returned an array of shape \(1,\); give \[1, 2, ...\]"),
+        (Watching(forgets=True), "`observe` returned a state of other arrays than `init`"),
+        (Watching(window=0), "window 0: "),
+        (Pooled(), "one that `observes` cannot have a pool"),
     ],
 )
 def test_policies_that_cannot_be_are_refused(policy, problem):

@@ -158,6 +158,15 @@ def test_chunks_go_on_where_the_rows_before_them_end(attend_after, starts, size)
     assert_close(got, [cut(x, starts, 16) for x in dense(*whole)])
 
 
+@jax.jit
+def mass_of(chunk: Any, tables: Any, starts: Any, span: Span) -> jax.Array:
+    """Attention mass of a chunk that continues the rows in some tables."""
+    before = earlier_rows(tables, 8, starts)
+    q, keys, values = chunk
+    log_sum = attend_chunk(q, keys, values, before).log_sum
+    return attention_mass(q, keys, log_sum, span, before)
+
+
 @pytest.mark.parametrize(
     "starts, counts", [([0, 0], [13, 4]), ([20, 5], [11, 13]), ([9, 9], [0, 2])]
 )
@@ -165,9 +174,7 @@ def test_attention_that_slots_receive(starts, counts):
     q, keys, values = prompts(2, 40, 4, 2)
     chunk: Any = [cut(x, starts, 13) for x in (q, keys, values)]
     span = Span(jnp.array(starts, jnp.int32), jnp.array(counts, jnp.int32))
-    before = earlier_rows(stored(keys, values, 45), 8, starts)
-    log_sum = attend_chunk(chunk[0], chunk[1], chunk[2], before).log_sum
-    got = attention_mass(chunk[0], chunk[1], log_sum, span, before)
+    got = mass_of(chunk, stored(keys, values, 45), jnp.array(starts, jnp.int32), span)
     weights = weights_of(q, keys)[0].sum(axis=2)  # [b, k, query, key]
     expected = np.zeros((2, 2, 45))
     for i in range(2):

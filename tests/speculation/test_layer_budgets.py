@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from runtime import RAGGED, SPARSE, counts_of, finished, random_model
 from tiny import refuses
 
-from benchmarks.prefill import cache_shapes
 from infinigen_jax.cache.hot_set import HotSet
-from infinigen_jax.decode.steps import steps
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.policies import InfiniGen, InfiniGenPaper, Quest
 from infinigen_jax.selection.select import budget_rows
@@ -78,8 +76,9 @@ def model_with(errors: list[float]):
 
 
 def test_an_engine_fetches_the_shares():
+    """Hot sets have equal sizes, so that they hold the rows of the largest request."""
     model = model_with([0.1, 0.5])
-    engine = Engine(model, policy=STEEP, dense_layers=0)
+    engine = Engine(model, policy=STEEP, dense_layers=0, hot_set=1.0)
     decoder = engine.decoder
     budgets = list(decoder.budgets.values())
     assert budgets[1] > budgets[0] and np.mean(budgets) <= STEEP.budget
@@ -90,6 +89,8 @@ def test_an_engine_fetches_the_shares():
     rows = (np.minimum(budget_rows(budget, jnp.asarray(at)), eligible) for budget in budgets)
     np.testing.assert_array_equal(counts_of(run), decoder.config.num_kv_heads * sum(rows))
     assert 0 < stats.selected_fraction <= STEEP.budget
+    sizes = [kept.rows.shape[2] for kept in run.cache.hot if isinstance(kept, HotSet)]
+    assert sizes == [decoder.hot_entries(run.capacity)] * 2
     assert stats.compilations_after_warmup == 0
     assert decoder.request_sizes(100) == [int(100 * budget + 1e-6) for budget in budgets]
     assert decoder.request_size(100) == max(decoder.request_sizes(100))
@@ -104,15 +105,6 @@ def test_budgets_are_of_the_query_that_selects():
         found.append(budgets)
     own, ahead = found
     assert own[0] > own[1] and ahead == own[::-1]
-
-
-def test_hot_sets_have_equal_sizes():
-    made = Engine(model_with([0.1, 0.5]), policy=STEEP, dense_layers=0, hot_set=1.0)
-    cache = cache_shapes(made.decoder, 1, 128)
-    sizes = [kept.rows.shape[2] for kept in cache.hot if isinstance(kept, HotSet)]
-    assert sizes == [made.decoder.hot_entries(128)] * 2
-    # A layer that requests more rows than its hot set has is refused while the step is traced.
-    steps(made.decoder).fused.trace(made.weights, *cache.parts(False), cache.lengths)
 
 
 def test_streamed_layers_have_no_share():
