@@ -329,7 +329,7 @@ TABLES: Mapping[str, Any] = {  # rows, columns and corner, arguments of `result_
         across(TEXTS, [("2 %", {"budget": 0.02}), BOTH[1]], DIVERGENCE),
     ),
     "real long": (
-        [*against_others("length", 8192), *real_paper(8192)],
+        against_others("length", 8192),
         by_text("", "above", "divergence", budget=0.05),
     ),
     "real gemma": (REAL, shown("policies-gemma-8192", *BASIC)),
