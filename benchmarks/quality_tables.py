@@ -161,7 +161,8 @@ REAL_OTHERS: Titled = [
     ("window", {"policy": "window"}),
 ]
 REAL = [*REAL_OURS, *REAL_OTHERS]
-PAPER_TITLE = "the paper's settings: alpha 5, at most 20 %"
+REAL_PAPER = "the paper's settings: alpha 5, at most 20 %"
+PAPER_SPEC = {"policy": "infinigen-paper", "alpha": 5.0, "budget": 0.2}
 # Tokens and budget, and the result that has them, all with 32 recent tokens.
 SIZES: Titled = [
     (f"{tokens:,} tokens, {budget:.0%}", {"budget": budget, "result": f"real-model/{result}"})
@@ -216,12 +217,6 @@ def shown(name: str, *shows: str, **spec: Any) -> Titled:
 def by_text(name: str, *shows: str, **spec: Any) -> Titled:
     """Return columns: values for each text."""
     return across(TEXTS, shown(name, *shows, **spec), joint=": ")
-
-
-def real_paper(length: int) -> Titled:
-    """Return the row of the paper's settings, which have a budget of their own."""
-    spec = {"budget": 0.2, "alpha": 5.0, "result": f"real-model/paper-{{text}}-{length}"}
-    return [(PAPER_TITLE, {**PAPER[0][1], **spec})]
 
 
 def against_others(ours: str, size: int) -> Titled:
@@ -317,7 +312,7 @@ TABLES: Mapping[str, Any] = {  # rows, columns and corner, arguments of `result_
         "limit",
     ),
     "real policies": (
-        [*REAL, *real_paper(4096)],
+        [*REAL, (REAL_PAPER, PAPER_SPEC | {"result": "real-model/paper-{text}-4096"})],
         [
             *by_text("policies-{text}-4096", "above", "divergence"),
             *shown("policies-wiki-4096", "fetched", text="wiki"),
@@ -345,7 +340,7 @@ TABLES: Mapping[str, Any] = {  # rows, columns and corner, arguments of `result_
         ],
     ),
     "real mass": (
-        [*REAL, (PAPER_TITLE, PAPER[0][1])],
+        [*REAL, (REAL_PAPER, PAPER_SPEC)],
         shown("recall-wiki-4096", "of oracle", "error", "fetched"),
     ),
     "real budgets": (

@@ -216,9 +216,10 @@ def _calibrated(
     calibrator = Calibrator(config, tokens, plain(params["embedding"]), speculate_from="input")
     bases, losses, blocks = [], [], []
     for layer in map(plain, params["layers"]):
-        matrix = jnp.asarray(svd_basis(calibrator.layer(layer))[0], jnp.float32)
+        moments = calibrator.extend_to_all_positions(calibrator.layer(layer), layer)
+        matrix = jnp.asarray(svd_basis(moments)[0], jnp.float32)
         bases.append(Basis(matrix, matrix))
         losses.append(calibrator.loss(layer))
         blocks.append(calibrator.blocks)
-    keys, values = (np.stack(moments).astype(np.float32) for moments in zip(*blocks, strict=True))
+    keys, values = (np.stack(each).astype(np.float32) for each in zip(*blocks, strict=True))
     return tuple(bases), np.stack(losses), (keys, values)

@@ -193,7 +193,7 @@ def _interrupt_again(report: Callable[[Any], object], ignored: Any) -> None:
     """Repeat a signal whose exception is ignored, as in JAX's garbage-collector callback."""
     if issubclass(ignored.exc_type, KeyboardInterrupt):
         number: int = signal.SIGINT
-    elif getattr(ignored.exc_value, "code", None) in (TERMINATED, HUNG_UP):
+    elif ignored.exc_type is SystemExit and ignored.exc_value.code in (TERMINATED, HUNG_UP):
         number = ignored.exc_value.code - 128
     else:
         report(ignored)

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import os
 import re
+import signal
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from infinigen_jax.cli.dialogue import Dialogue
 from infinigen_jax.cli.options import sampling_settings
 from infinigen_jax.errors import InputError, ParameterError
-from infinigen_jax.files.atomic import signals_as_exceptions
+from infinigen_jax.files.atomic import on_termination
 from infinigen_jax.files.output import check_replaceable, checked_output
 from infinigen_jax.messages import READING, Messages
 from infinigen_jax.numeric import whole_number
@@ -81,7 +82,7 @@ def chat(
     talk = Talk(dialogue, arguments, say)
     failure: BaseException | None = None
     try:
-        with signals_as_exceptions():
+        with on_termination():
             for text in turns:
                 talk.answer(checked_text("prompts", text))
             talk.read()
@@ -89,7 +90,8 @@ def chat(
         failure = error
     if arguments.save is not None:
         try:
-            say(dialogue.save(arguments.save) if conversation.messages else "nothing to save")
+            with on_termination(signal.SIG_IGN):
+                say(dialogue.save(arguments.save) if conversation.messages else "nothing to save")
         except InputError as error:
             if failure is None:
                 raise

@@ -62,8 +62,8 @@ def windows(
     """Cut token ids into windows as long as the model has positions; pad the last window.
 
     Shorter windows of equal length would be worse: rotated queries and keys depend on the position,
-    and a basis from the first positions is poor at later ones (docs/quality.md). `skew.positions`
-    extends the moments to positions that no window reaches. If the text starts with the
+    and a basis from the first positions is poor at later ones (docs/removed.md). `skew.positions`
+    extends moments to positions that no window reaches. If the text starts with the
     beginning-of-sequence token, every window does.
     """
     ids = ids[:limit]
@@ -144,7 +144,7 @@ class Calibrator:
                 "are not finite; get them again"
             )
         means = BlockMoments(*(products / self._count for products in blocks))
-        self.blocks: BlockMoments = self.everywhere(means, params)
+        self.blocks: BlockMoments = self.extend_to_all_positions(means, params)
         return Moments(self._count, self._config.group_size, query_gram, key_gram, key_sum)
 
     def ahead(self, params: Params) -> tuple[Params, GuessMoments]:
@@ -152,7 +152,7 @@ class Calibrator:
 
         The first layer speculates from its own input, so its query is the true one. Return the
         corrected projection {"weight", "bias"}, float32, and the moments of its queries, scaled,
-        rotated and extended to all positions as by `everywhere`.
+        rotated and extended to all positions by `extend_to_all_positions`.
         """
         valid, query = np.asarray(self._valid), params["q"]
         target, queries = (np.asarray(self._seen[i])[valid] for i in (0, 3))
@@ -169,7 +169,7 @@ class Calibrator:
         self._guesses = tuple(_guess(self._config, params, *pair) for pair in pairs)
         guesses = np.asarray(self._guesses[0])[valid]
         moments = guess_moments(guesses, queries, self._config.num_kv_heads)
-        return projections[0], self.everywhere(moments, params)
+        return projections[0], self.extend_to_all_positions(moments, params)
 
     def loss(self, params: Params) -> Float[np.ndarray, "n m"]:
         """Return the relative error of sparse attention in the layer that `layer` ran last.
@@ -191,7 +191,7 @@ class Calibrator:
         with np.errstate(invalid="ignore"):
             return np.sqrt(errors / whole).astype(np.float32)
 
-    def everywhere(self, sums: Any, params: Params) -> Any:
+    def extend_to_all_positions(self, sums: Any, params: Params) -> Any:
         """Extend sums of the layer that `layer` ran last to all positions where the text can start.
 
         Not in the paper.

@@ -125,7 +125,7 @@ class Job:
         projection, guess = calibrator.ahead(params) if balanced else (None, None)
         losses, blocks = calibrator.loss(params), calibrator.blocks
         basis, eigenvalues = svd_basis(seen)
-        seen = calibrator.everywhere(seen, params)
+        seen = calibrator.extend_to_all_positions(seen, params)
         found = {
             "query_basis": basis,
             "key_basis": basis,

@@ -123,11 +123,11 @@ def convert(
     if calibration is not None and skew == "none":
         raise ParameterError("calibration", "without `skew` nothing is calibrated; leave it out")
     folder = checked_source(fetched(source, revision))
-    before = _states(folder)
     hf, config = read_config(folder)
     target = _check_destination(folder, Path(destination), force)
     architecture = blueprint(config, jnp.float32)
     sources = match(open_tensors(folder), architecture, folder)
+    before = _states(folder)
     stored = _weight_dtype(dtype, sources)
 
     @functools.cache
@@ -201,14 +201,19 @@ def progress_bar() -> Iterator[Callable[[int, int], None]]:
 
 
 def _states(source: Path) -> dict[str, tuple[int, ...]]:
-    """Return what changes if the files of a source are replaced or written; links do not."""
-    files = {name: file.stat() for name, file in content_files(source).items()}
+    """Return identity, size and modification time of a source's files; empty if one is missing."""
+    try:
+        files = {name: file.stat() for name, file in content_files(source).items()}
+    except FileNotFoundError:
+        return {}
     return {n: (s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for n, s in files.items()}
 
 
 def _token_numbers(given: Sequence[int], vocabulary: int) -> np.ndarray:
     """Return calibration tokens as an array, after checking them."""
     try:
+        if isinstance(given, bytes | bytearray):
+            raise TypeError("bytes are no tokens")
         ids = [operator.index(token) for token in given]
     except TypeError as error:
         problem = f"give a text file, or whole numbers of tokens ({error})"

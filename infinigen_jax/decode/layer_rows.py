@@ -116,7 +116,7 @@ class HostRows(NamedTuple):
             return o, self, carry.counts
         policy = self.layout.policy
         observed = policy.observe(self.observed, attended)
-        policy.check_state("observe", observed, self.observed)
+        policy.check_observed(observed, self.observed)
         return o, self._replace(observed=observed), carry.counts
 
     def _attend_fetched(

@@ -17,7 +17,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from filelock import FileLock
 
@@ -51,15 +51,13 @@ def locked(lock: Path, wait: bool = True) -> Iterator[None]:
 def whole_file(destination: Path, wait: bool = True) -> Iterator[BinaryIO]:
     """Open a file for writing that becomes `destination` if the block ends without an exception.
 
-    An earlier file stays unchanged until then, and a failure leaves nothing. The new file has the
-    earlier one's permissions; if that is a link, the file that it leads to is replaced. The folder
-    must exist. `wait` is that of `locked`.
+    An earlier file stays unchanged until then, and a failure leaves nothing. The new file has its
+    permissions. The folder must exist. `wait` is that of `locked`.
     """
-    destination = destination.resolve()
     with _writing(destination, wait) as partial:
         try:
             with open(partial, "xb") as file:
-                with contextlib.suppress(OSError):  # the first file, or one of another user
+                with contextlib.suppress(FileNotFoundError):  # there is no earlier file
                     os.fchmod(file.fileno(), stat.S_IMODE(destination.stat().st_mode))
                 yield file
                 file.flush()
@@ -88,7 +86,7 @@ def staged(destination: Path, check: Callable[[], object] | None = None) -> Iter
     the destination is locked and may raise to refuse it.
     """
     created = [parent for parent in destination.parents if not parent.exists()]
-    with signals_as_exceptions():
+    with on_termination():
         try:
             destination.parent.mkdir(parents=True, exist_ok=True)
             with _writing(destination) as folder:
@@ -182,18 +180,21 @@ def _exchange(first: Path, second: Path) -> bool:
     raise OSError(code, os.strerror(code), str(second))
 
 
+def _exit(signal_number: int, frame: object) -> None:
+    raise SystemExit(128 + signal_number)
+
+
 @contextlib.contextmanager
-def signals_as_exceptions() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into SystemExit, so that clean-up runs; handlers of others stay."""
+def on_termination(handler: Any = _exit) -> Iterator[None]:
+    """Handle SIGTERM and SIGHUP, by default with SystemExit, so that clean-up code runs.
 
-    def stop(signal_number: int, frame: object) -> None:
-        raise SystemExit(128 + signal_number)
-
+    Existing handlers stay.
+    """
     main = threading.current_thread() is threading.main_thread()
     with contextlib.ExitStack() as stack:
         for number in (signal.SIGTERM, signal.SIGHUP):
             if main and signal.getsignal(number) is signal.SIG_DFL:
-                stack.callback(signal.signal, number, signal.signal(number, stop))
+                stack.callback(signal.signal, number, signal.signal(number, handler))
         yield
 
 

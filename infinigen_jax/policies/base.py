@@ -100,11 +100,15 @@ class Policy:
         if self.dense_layers is not None:
             check_range("policy.dense_layers", self.dense_layers, 0)
 
-    def check_state(self, method: str, state: Any, wanted: Any) -> None:
-        """Raise ParameterError unless a method returned a state with these shapes and dtypes."""
-        found = jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), state)
-        if found != jax.tree.map(lambda x: (x.shape, x.dtype), wanted):
-            problem = f"`{method}` returned a state of other arrays than `init`"
+    def check_observed(self, state: Any, before: Any) -> None:
+        """Raise ParameterError unless `observe` kept structure, shapes and dtypes of the state."""
+
+        def kinds(state: Any) -> Any:
+            leaves, structure = jax.tree.flatten(state)
+            return structure, [(jnp.shape(x), jnp.result_type(x)) for x in leaves]
+
+        if kinds(state) != kinds(before):
+            problem = "`observe` returned a state of other arrays than `init`"
             raise ParameterError("policy", problem, self.name)
 
     def streams(self, layer: int) -> bool:

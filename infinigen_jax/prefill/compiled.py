@@ -61,12 +61,12 @@ def empty(decoder: Decoder, *, batch: int, capacity: int, slots: int) -> Cache:
         return kind(*(jnp.zeros(shape, decoder.kept_dtype) for _ in range(2)))
 
     def state() -> Any:
-        made = policy.init(config, batch, slots)
-        for shape in map(jnp.shape, jax.tree.leaves(made)):
+        arrays = policy.init(config, batch, slots)
+        for shape in map(jnp.shape, jax.tree.leaves(arrays)):
             if shape[:2] != (batch, k):
                 problem = f"`init` returned an array of shape {shape}; give [{batch}, {k}, ...]"
                 raise ParameterError("policy", problem, policy.name)
-        return made
+        return arrays
 
     return Cache(
         None,

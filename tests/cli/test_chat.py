@@ -173,15 +173,24 @@ def test_a_conversation_at_the_command_line(talk, template, tmp_path):
     ],
 )
 def test_a_chat_is_saved_however_it_ends(end, status, talk, tmp_path, monkeypatch):
-    saved, answer = tmp_path / "saved", Talk.answer
+    saved, answer, save = tmp_path / "saved", Talk.answer, Dialogue.save
 
     def ending(self: Talk, text: str) -> None:
         answer(self, text)
         end()
 
+    def again(self: Dialogue, path: Path) -> str:
+        os.kill(os.getpid(), signal.SIGTERM)  # from somebody impatient
+        return save(self, path)
+
     monkeypatch.setattr(Talk, "answer", ending)
+    monkeypatch.setattr(Dialogue, "save", again)
     given = ("--chat-template", "plain", "--context", 64, "--save", saved)
-    assert talk("The king said\n", *given)[0] == status
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored below `nohup`
+    try:
+        assert talk("The king said\n", *given)[0] == status
+    finally:
+        signal.signal(signal.SIGHUP, before)
     assert saved.is_file()
 
 

@@ -17,7 +17,7 @@ from tiny import interruptible, only, python
 from infinigen_jax import embedded, evaluate, generate, plan
 from infinigen_jax.convert import __main__ as convert
 from infinigen_jax.errors import OUT_OF_MEMORY, InputError, Parser, run_command, with_options
-from infinigen_jax.files.atomic import signals_as_exceptions
+from infinigen_jax.files.atomic import on_termination
 from infinigen_jax.messages import Messages
 
 
@@ -122,7 +122,7 @@ def test_signals_in_a_callback_that_loses_exceptions(number, status, busy, monke
             signal.raise_signal(number)
 
     def command() -> None:
-        with signals_as_exceptions():
+        with on_termination():
             Losing()
             time.sleep(20)
 

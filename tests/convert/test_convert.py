@@ -237,8 +237,23 @@ def test_memory_is_that_of_a_layer_not_of_the_model(tmp_path):
 
 def test_tokens_for_calibration_that_are_refused(tiny, tmp_path):
     folder, few = tiny("llama", num_hidden_layers=1).folder, [0] * 20
-    for wrong in ([2**32 + 5, *few], [2**70, *few], [1.5, *few], 7):
+    for wrong in ([2**32 + 5, *few], [2**70, *few], [1.5, *few], b"\5" * 20, 7):
         refuses("calibration", convert, folder, tmp_path / "out", calibration=wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "absent", "dangling"),
+    [
+        ("config.json", "config.json: missing; .* give such a folder", "config.json: no such file"),
+        ("model.safetensors", "no weights", "model.safetensors: no such file"),
+    ],
+)
+def test_a_source_without_a_file(name, absent, dangling, tiny, tmp_path):
+    folder = shutil.copytree(tiny("llama", num_hidden_layers=1).folder, tmp_path / "source")
+    (folder / name).unlink()
+    refuses(absent, convert, folder, tmp_path / "out")
+    (folder / name).symlink_to("missing")
+    refuses(dangling, convert, folder, tmp_path / "out")
 
 
 def test_command_line(tiny, tmp_path, capsys, refused):

@@ -35,7 +35,11 @@ def test_all_layers_may_be_dense():
     run = finished(Engine(LAYER, policy=SPARSE, dense_layers=99))
     assert run.decoder.dense_layers == 1
     assert run.cache.host is None and run.stats().fetched_fraction == 0
-    assert run.new_tokens == finished(small(Full())).new_tokens
+    streamed, config = finished(small(Full())), LAYER.config
+    assert run.new_tokens == streamed.new_tokens
+    row = 2 * config.head_dim * 4
+    read = config.num_kv_heads * streamed.capacity * row
+    assert streamed.stats().host_to_device_bytes_per_token == read
 
 
 def test_windows_longer_than_the_cache():

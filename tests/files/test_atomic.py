@@ -99,17 +99,15 @@ def test_what_killed_writers_left_is_removed(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o666 & ~mask
 
 
-def test_a_file_keeps_its_permissions_and_its_links(tmp_path):
-    path, link = tmp_path / "file", tmp_path / "link"
+def test_a_file_keeps_its_permissions(tmp_path):
+    path = tmp_path / "file"
     path.touch(0o600)
-    link.symlink_to("file")
-    with whole_file(link) as file:
+    with whole_file(path) as file:
         file.write(b"new")
-    assert link.is_symlink() and path.read_bytes() == b"new"
-    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.read_bytes() == b"new" and path.stat().st_mode & 0o777 == 0o600
 
 
-def test_what_is_only_useful_waits_for_nobody(tmp_path):
+def test_a_file_of_a_cache_does_not_wait_for_a_lock(tmp_path):
     with locked(tmp_path / ".file.lock"):
         write_if_possible(tmp_path / "file", b"of no importance")
     assert not only(tmp_path)

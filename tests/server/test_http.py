@@ -84,6 +84,8 @@ def test_the_name_of_a_model_is_its_folders_or_as_given(tmp_path, monkeypatch):
     names = {".": Path.cwd().name, "org/model": "org/model", "~/current": "current"}
     for model, name in names.items():
         assert serve.make_service(serve.build_parser().parse_args(["--model", model])).model == name
+    spaced = serve.build_parser().parse_args(["--api-key", " secret\n"])
+    assert serve.make_service(spaced).api_key == "secret"
 
 
 WRONG_FIELDS: list[dict[str, Any]] = [

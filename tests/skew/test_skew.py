@@ -215,7 +215,7 @@ def calibrated(ids: np.ndarray, config, model):
     calibrator = Calibrator(config, text, model.params["embedding"], speculate_from="input")
     for params in model.params["layers"][:2]:
         found = calibrator.layer(params)
-    return calibrator.everywhere(found, params), calibrator.ahead(params)[1]
+    return calibrator.extend_to_all_positions(found, params), calibrator.ahead(params)[1]
 
 
 @pytest.mark.parametrize("name", slow_except(["gqa", "qwen3"], "gqa"))
