@@ -55,8 +55,8 @@ class Policy:
         source: hidden state that `select` sees with `lead` 1, one of `settings.policy.SOURCES`:
             the previous layer's attention "input"; or the hidden state after attention to its
             "resident" rows alone, normalised with the selected layer's parameters.
-        observes: whether `observe` and `observe_queries` are called; needs a `lead` of 1, no
-            `tail_block` and no pool.
+        observes: whether `observe` and `observe_queries` are called; needs a `lead` of 1 and no
+            `tail_block`.
         reuses: default of the engine's hot set: whether fetched rows stay on the device.
         paged: whether the selection depends on when rows were flushed, as with pages filled row
             by row. A sequence then joins a batch only at a flush.
@@ -91,8 +91,6 @@ class Policy:
             problem = "one that `observes` needs a `lead` of 1"
         elif self.observes and self.tail_block:
             problem = "one that `observes` has no `tail_block`; use one mean or no tail"
-        elif self.observes and self.pools:
-            problem = "one that `observes` cannot have a pool; leave `pools` out"
         if problem:
             raise ParameterError("policy", problem, self.name)
         if isinstance(self, Settings):  # a class with a `__post_init__` of its own may omit it
@@ -172,7 +170,11 @@ class Policy:
         return state
 
     def observe_queries(
-        self, state: Any, queries: Float[Array, "b c h d"], mass: Float[Array, "b k t"], span: Span
+        self,
+        state: Any,
+        queries: Float[Array, "b c h d"],
+        mass: Float[Array, "b k t"] | None,
+        span: Span,
     ) -> Any:
         """Update the state after `append` of a prompt chunk, if the policy `observes`.
 
@@ -181,7 +183,7 @@ class Policy:
         Args:
             queries: queries of the chunk, scaled and rotated; padding after `span.count`.
             mass: attention weight of each slot, summed over these queries and the query heads of
-                the KV head.
+                the KV head. None with a pool, whose slots are in no order.
         """
         return state
 

@@ -39,7 +39,7 @@ class PreviousQuery(Oracle):
         return Remembered(super().init(config, batch, capacity), jnp.zeros(shape, jnp.float32))
 
     def observe_queries(
-        self, state: Any, queries: Float[Array, "b c h d"], mass: Float[Array, "b k t"], span: Span
+        self, state: Any, queries: Float[Array, "b c h d"], mass: Any, span: Span
     ) -> Remembered:
         last = jnp.maximum(span.count - 1, 0)[:, None, None, None]
         last = jnp.take_along_axis(queries, last, axis=1).reshape(state.query.shape)

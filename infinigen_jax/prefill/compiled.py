@@ -130,7 +130,8 @@ def keep(
         keys = rows[..., : decoder.config.head_dim]
         state = decoder.policy.append(policy_weights, state, keys, span)
     if observations is not None:
-        queries, attention = observations
+        queries, attention = observations  # the latter by position
+        attention = attention if pool is None else None
         state = decoder.policy.observe_queries(state, queries, attention, chunk)
     host = write_span(host, number, encoded, span, decoder.mesh)
     return local, state, scales, host

@@ -214,7 +214,7 @@ def test_other_settings_are_refused_by_name(why, saved):
 
 
 def test_other_weights_of_the_same_files_are_refused_by_name(tmp_path):
-    model = dataclasses.replace(random_model("one"), path=embedded())
+    model = dataclasses.replace(random_model("one"), fingerprint="of its files")
     conversation = Engine(model, policy=SPARSE, dense_layers=0).conversation(context=CONTEXT)
     say(conversation, TURNS[0], 2)
     conversation.save(tmp_path / "talk")

@@ -13,7 +13,7 @@ from runtime import NEW, RAGGED, engine, full_scores, random_model, scores_of
 from scipy.special import softmax
 from tiny import normal, refuses
 
-from infinigen_jax import Engine, Full, InputError
+from infinigen_jax import Engine, Full, InputError, Pool
 from infinigen_jax.cache.layers import Slots
 from infinigen_jax.models import ModelConfig
 from infinigen_jax.models.llama import Layer
@@ -279,6 +279,10 @@ class Watching(Mine):
 class Pooled(Watching):
     pools: ClassVar[bool] = True
 
+    def observe_queries(self, state: Any, queries: Any, mass: Any, span: Span) -> Any:
+        assert mass is None  # attention is by position
+        return state + 1
+
 
 @pytest.mark.parametrize(
     ("policy", "problem"),
@@ -289,12 +293,17 @@ class Pooled(Watching):
         (Watching(axes=1), r"`init` returned an array of shape \(1,\); give \[1, 2, ...\]"),
         (Watching(forgets=True), "`observe` returned a state of other arrays than `init`"),
         (Watching(window=0), "window 0: "),
-        (Pooled(), "one that `observes` cannot have a pool"),
     ],
 )
 def test_policies_that_cannot_be_are_refused(policy, problem):
     with pytest.raises(InputError, match=problem):
         Engine(random_model("one"), policy=policy, dense_layers=0).generate([5] * 60, None, 4)
+
+
+def test_slots_of_a_pool_get_no_attention():
+    made = Engine(random_model("one"), policy=Pooled(), dense_layers=0, pool=Pool(tokens=20))
+    run = made.start([5] * 60, None, 4)
+    assert float(run.cache.states[0].min()) == 1
 
 
 @pytest.mark.slow
