@@ -144,7 +144,10 @@ def forget_programs() -> Iterator[None]:
     12,000 take about 4 GiB.
     """
     yield
-    if Path("/proc/self/maps").read_bytes().count(b"\n") > 12_000:
+    from infinigen_jax.machine.memory_limits import available_host_bytes
+
+    most = 20_000 if available_host_bytes() > 8 << 30 else 12_000
+    if Path("/proc/self/maps").read_bytes().count(b"\n") > most:
         jax.clear_caches()
 
 
