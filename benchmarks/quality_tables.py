@@ -219,6 +219,11 @@ def by_text(name: str, *shows: str, **spec: Any) -> Titled:
     return across(TEXTS, shown(name, *shows, **spec), joint=": ")
 
 
+def real_paper(length: int) -> Titled:
+    """Return the row of the paper's settings, which have a budget of their own."""
+    return [(REAL_PAPER, {**PAPER_SPEC, "result": f"real-model/paper-{{text}}-{length}"})]
+
+
 def against_others(ours: str, size: int) -> Titled:
     """Return rows of several results: InfiniGen's, the other policies', and those of baselines."""
     rows = [(REAL_OURS[0][0], OWN_4 | {"result": f"real-model/{ours}-{{text}}-{size}"})]
@@ -312,7 +317,7 @@ TABLES: Mapping[str, Any] = {  # rows, columns and corner, arguments of `result_
         "limit",
     ),
     "real policies": (
-        [*REAL, (REAL_PAPER, PAPER_SPEC | {"result": "real-model/paper-{text}-4096"})],
+        [*REAL, *real_paper(4096)],
         [
             *by_text("policies-{text}-4096", "above", "divergence"),
             *shown("policies-wiki-4096", "fetched", text="wiki"),
@@ -324,7 +329,7 @@ TABLES: Mapping[str, Any] = {  # rows, columns and corner, arguments of `result_
         across(TEXTS, [("2 %", {"budget": 0.02}), BOTH[1]], DIVERGENCE),
     ),
     "real long": (
-        against_others("length", 8192),
+        [*against_others("length", 8192), *real_paper(8192)],
         by_text("", "above", "divergence", budget=0.05),
     ),
     "real gemma": (REAL, shown("policies-gemma-8192", *BASIC)),

@@ -73,6 +73,7 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
 
     score("policies", 4096, f"0.05 --policy {POLICIES} {OTHERS}")
     score("paper", 4096, f"0.2 --policy full {PAPER}")
+    score("paper", 8192, f"0.2 --policy full {PAPER}")
     score("policies", 2048, f"0.05 --policy {POLICIES}")
     score("many", 4096, "0.05 --policy full infinigen", windows=MANY)
     score("length", 8192, "0.05 0.1 --policy full infinigen")
