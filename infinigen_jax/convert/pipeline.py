@@ -55,7 +55,7 @@ from infinigen_jax.models import blueprint
 from infinigen_jax.numeric import listed
 from infinigen_jax.settings.policy import SOURCES
 from infinigen_jax.text.gguf_tokenizer import gguf_tokenizer, tokenizer_files
-from infinigen_jax.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from infinigen_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 WEIGHT_DTYPES = {name: np.dtype(name) for name in ("float32", "bfloat16", "float16")}
 # Fields of config.json that would reveal a path of the machine that wrote it.
@@ -151,8 +151,9 @@ def convert(
         path = DEFAULT_TEXT if calibration is None else Path(calibration)
         tokens = tokenized_file(path, tokenizer(), config, DEFAULT_TOKENS)
     else:
-        ids = _token_numbers(calibration, config.vocab_size)
-        tokens = windows(ids, config, DEFAULT_TOKENS, "calibration", ids.tobytes())
+        ids = _token_numbers(calibration)
+        text = ids.astype(np.int32).tobytes()
+        tokens = windows(ids, config, DEFAULT_TOKENS, "calibration", text)
     # Another process may have written the destination while this one waited for the lock.
     with blas_threads(), staged(target, lambda: _check_destination(folder, target, force)) as out:
         job = Job(architecture, sources, stored, skew, speculate_from, tokens, absorbs)
@@ -209,17 +210,15 @@ def _states(source: Path) -> dict[str, tuple[int, ...]]:
     return {n: (s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for n, s in files.items()}
 
 
-def _token_numbers(given: Sequence[int], vocabulary: int) -> np.ndarray:
-    """Return calibration tokens as an array, after checking them."""
+def _token_numbers(given: Sequence[int]) -> np.ndarray:
+    """Return calibration tokens as an array; `windows` compares them with the vocabulary."""
     try:
         if isinstance(given, bytes | bytearray):
             raise TypeError("bytes are no tokens")
-        ids = [operator.index(token) for token in given]
-    except TypeError as error:
+        return np.array([operator.index(token) for token in given], np.int64)
+    except (OverflowError, TypeError) as error:
         problem = f"give a text file, or whole numbers of tokens ({error})"
         raise ParameterError("calibration", problem) from None
-    check_vocabulary("calibration", ids, vocabulary)
-    return np.array(ids, np.int32)
 
 
 def blas_threads() -> threadpool_limits:
