@@ -45,6 +45,7 @@ from infinigen_jax.text.tokenizer import render_chat
 if TYPE_CHECKING:
     from infinigen_jax.engine.engine import Engine
     from infinigen_jax.engine.generation import Run
+    from infinigen_jax.engine.results import Step
     from infinigen_jax.prefill.prefill import Notify
 
 DEFAULT_PROMPT = "It was a dark and stormy night, and the old man"
@@ -123,7 +124,7 @@ def generate(arguments: argparse.Namespace) -> None:
     with say.working(READING):
         run = engine.start(**given, notify=progress)
     label = say if len(prompts) > 1 else lambda message: None
-    print_texts(run, prompts, label, say.decoding(run.tokens(ignore_eos=arguments.ignore_eos)))
+    print_texts(run, prompts, label, say.decoding(run.stream(ignore_eos=arguments.ignore_eos)))
     say(summary(run))
     if stats_file is not None:
         record = {"tokens": run.new_tokens, "texts": run.texts} | dataclasses.asdict(run.stats())
@@ -215,22 +216,18 @@ def prompt_progress() -> "Notify":
 
 
 def print_texts(
-    run: "Run", prompts: list[str], label: Callable[[str], None], steps: Iterable[list[int | None]]
+    run: "Run", prompts: list[str], label: Callable[[str], None], steps: Iterable["Step"]
 ) -> None:
     """Print the first unfinished prompt's text as it is made, then the others' in order."""
     number, printed = 0, 0  # the prompt whose text is printed, and how many characters of it
     label(f"[1] {shortened(one_line(prompts[0]))}")
-    for tokens in itertools.chain(steps, [None]):
-        if tokens is None:
-            run.finish_text()
-        else:
-            run.push_text(tokens)
+    for step in itertools.chain(steps, [None]):
         while number < len(prompts):
             text = run.texts[number]
             print(text[printed:], end="", flush=True)
             printed = len(text)
             # Text held back at the end appears with the step after the last token.
-            if tokens is not None and (tokens[number] is not None or not run.ended(number)):
+            if step is not None and (step.tokens[number] is not None or not run.ended(number)):
                 break
             print(flush=True)
             number, printed = number + 1, 0

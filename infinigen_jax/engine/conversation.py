@@ -137,23 +137,21 @@ class Conversation:
         self.run = run
         self.tokens += new
         try:
-            steps = run.tokens(ignore_eos=ignore_eos)
+            steps = run.stream(ignore_eos=ignore_eos)
             while True:
                 if turn != self._turns:
                     raise InputError("the conversation was reset during this turn; start another")
                 with held_interrupts() as interrupted:
-                    tokens = next(steps, None)
-                    # The rest of a lossless round, after a stop string, has none.
-                    self.tokens += [token for token in tokens or () if token is not None]
+                    step = next(steps, None)
+                    # The rest of a lossless round, after a stop string, has none; so has held text.
+                    taken = [] if step is None else step.tokens
+                    self.tokens += [token for token in taken if token is not None]
                 if interrupted.is_set():
                     self._keep(run, turn)
                     raise KeyboardInterrupt
-                if tokens is None:
+                if step is None:
                     break
-                yield Step(tokens, run.push_text(tokens))
-            tail = run.finish_text()
-            if any(tail):
-                yield Step([None], tail)
+                yield step
         except GeneratorExit:
             self._keep(run, turn)
             raise

@@ -179,7 +179,7 @@ class Engine:
                 until it fits, and log a warning.
             log_probs: number of likeliest tokens whose log-probabilities are returned with those of
                 each drawn token, at most 20; None for no log-probabilities.
-            stop: strings that end a text before them; see `Run.push_text`.
+            stop: strings that end a text before them; see `Run.stream`.
             continues: whether each text continues its prompt, with the space before its first word;
                 otherwise it begins anew, as an answer does.
 
@@ -294,11 +294,7 @@ class Engine:
         """
         given: Any = {"batch": batch, "log_probs": log_probs, "stop": stop}
         run = self._begin(prompts, prefix, sampling, max_new_tokens, **given)
-        for tokens in run.tokens(ignore_eos=ignore_eos):
-            yield Step(tokens, run.push_text(tokens), run.choices(tokens))
-        tail = run.finish_text()
-        if any(tail):
-            yield Step([None] * len(tail), tail)
+        yield from run.stream(ignore_eos=ignore_eos)
 
     def generate(
         self,
@@ -315,7 +311,6 @@ class Engine:
         """Return the complete result, in the order of the prompts; arguments as for `stream`."""
         given: Any = {"batch": batch, "log_probs": log_probs, "stop": stop}
         run = self._begin(prompts, prefix, sampling, max_new_tokens, **given)
-        for tokens in run.tokens(ignore_eos=ignore_eos):
-            run.push_text(tokens)
-        run.finish_text()
+        for _ in run.stream(ignore_eos=ignore_eos):
+            pass
         return Generation(run.new_tokens, run.texts, run.stats(), run.log_probs)

@@ -19,7 +19,15 @@ from infinigen_jax.engine.draft_length import DraftLength
 from infinigen_jax.engine.encoding import encode
 from infinigen_jax.engine.memory_plan import LENGTHS, Remedies, check_memory
 from infinigen_jax.engine.prompts import Begun, PromptReader, batch_that_fits
-from infinigen_jax.engine.results import Choice, Clock, Stats, choices_of, moved_by, rows_per_step
+from infinigen_jax.engine.results import (
+    Choice,
+    Clock,
+    Stats,
+    Step,
+    choices_of,
+    moved_by,
+    rows_per_step,
+)
 from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.engine.sampler import Drawn, Sampler, repetitions
 from infinigen_jax.errors import InputError, ParameterError
@@ -242,6 +250,24 @@ class Run(Batch):
                 self._compiled = compilations()
             self._admit()
 
+    def stream(self, *, ignore_eos: bool = False) -> Iterator[Step]:
+        """Yield the steps of `tokens` with their texts; a prompt ends at a stop string in its text.
+
+        A last step may have text that was held back: a part of a character or of a stop string.
+        """
+        for tokens in self.tokens(ignore_eos=ignore_eos):
+            pieces = self._texts.push(tokens, self.ended)
+            for sequence, prompt in enumerate(self.owners.owner):
+                if prompt != IDLE and self._texts.stopped(int(prompt)):
+                    self._leave(sequence)
+            choices = None
+            if self._alternatives is not None:
+                pairs = zip(tokens, self.log_probs, strict=True)
+                choices = [None if token is None else known[-1] for token, known in pairs]
+            yield Step(tokens, pieces, choices)
+        if any(tail := self._texts.finish()):
+            yield Step([None] * len(tail), tail)
+
     def _begin_taking(self, ignore_eos: bool) -> frozenset[int]:
         """Return the tokens that end a sequence; a run's tokens are taken by one iterator."""
         if self._taking:
@@ -278,13 +304,6 @@ class Run(Batch):
         self._sampler.leave(sequence)
         self._left = True
 
-    def choices(self, tokens: list[int | None]) -> list[Choice | None] | None:
-        """Return the choices of one step's tokens; None if they were not asked for."""
-        if self._alternatives is None:
-            return None
-        pairs = zip(tokens, self.log_probs, strict=True)
-        return [None if token is None else choices[-1] for token, choices in pairs]
-
     def ended(self, prompt: int) -> bool:
         """Return whether a prompt gets no more tokens."""
         return prompt not in self.owners.owner and prompt not in self.owners.waiting
@@ -295,23 +314,8 @@ class Run(Batch):
 
     @property
     def texts(self) -> list[str]:
-        """Text of the tokens passed to `push_text`, per prompt."""
+        """Text of the steps of `stream` so far, per prompt."""
         return self._texts.whole
-
-    def push_text(self, tokens: list[int | None]) -> list[str]:
-        """Return the text completed by the tokens of one step, per prompt.
-
-        A prompt ends when its text reaches a stop string.
-        """
-        pieces = self._texts.push(tokens, self.ended)
-        for sequence, prompt in enumerate(self.owners.owner):
-            if prompt != IDLE and self._texts.stopped(int(prompt)):
-                self._leave(sequence)
-        return pieces
-
-    def finish_text(self) -> list[str]:
-        """Return the text held back as a part of a character or of a stop string, per prompt."""
-        return self._texts.finish()
 
     @property
     def late_compilations(self) -> int:

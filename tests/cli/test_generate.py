@@ -194,6 +194,18 @@ def test_a_folder_that_was_never_converted(run, tmp_path, monkeypatch):
     assert run("--model", source, *SHORT, "--quiet") == (0, out, "")
 
 
+def test_a_stop_string_in_the_first_token_at_a_terminal(run, tmp_path, monkeypatch):
+    """There, the text of the first step is printed after the second step."""
+    stats = tmp_path / "stats.json"
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    text = run(*SHORT, "--quiet")[1]
+    status, out, _ = run(*SHORT, "--stop", text.strip()[0], "--stats-json", stats)
+    record = json.loads(stats.read_text())
+    assert status == 0 and out == record["texts"][0] + "\n"
+    assert record["new_tokens"] == len(record["tokens"][0]) == 1
+
+
 def test_help(run):
     """Expert options are shown only on request, but always accepted."""
     status, out, err = run("--help")
