@@ -11,7 +11,7 @@ import itertools
 import logging
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from infinigen_jax.cli.chat import add_chat_options, chat, check_chat_options
@@ -101,10 +101,13 @@ def build_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
-    return run_command(lambda: generate(parser.parse_args(argv)), parser, program=argv is None)
+    return run_command(
+        lambda: generate(parser.parse_args(argv), parser.options), parser, program=argv is None
+    )
 
 
-def generate(arguments: argparse.Namespace) -> None:
+def generate(arguments: argparse.Namespace, options: Mapping[str, str]) -> None:
+    """Generate or chat; `options` are those of the parser."""
     say = Messages(arguments.quiet)
     if arguments.quiet:
         logging.getLogger("infinigen_jax").setLevel("ERROR")
@@ -115,7 +118,7 @@ def generate(arguments: argparse.Namespace) -> None:
     stats_file = checked_output("stats_json", arguments.stats_json)
     sampling, engine = Sampling(**sampling_settings(arguments)), load_engine(arguments, say)
     if arguments.chat:
-        chat(engine, arguments, sampling, prompts, say)
+        chat(engine, arguments, sampling, prompts, say, options)
         return
     given = prepare_prompts(engine, arguments, prompts, prefix)
     given |= {"sampling": sampling, "batch": arguments.batch, "fit": True}

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from infinigen_jax.cli.dialogue import Dialogue
@@ -74,12 +74,17 @@ def check_chat_options(arguments: Namespace) -> None:
 
 
 def chat(
-    engine: "Engine", arguments: Namespace, sampling: "Sampling", turns: list[str], say: Messages
+    engine: "Engine",
+    arguments: Namespace,
+    sampling: "Sampling",
+    turns: list[str],
+    say: Messages,
+    options: Mapping[str, str],
 ) -> None:
-    """Answer `turns`, then each input until it ends; then save."""
+    """Answer `turns`, then each input until it ends; then save. Errors name the `options`."""
     conversation = begin(engine, arguments, sampling, say)
     dialogue = Dialogue(conversation, arguments.chat_template, arguments.system, say)
-    talk = Talk(dialogue, arguments, say)
+    talk = Talk(dialogue, arguments, say, options)
     failure: BaseException | None = None
     try:
         with on_termination():
@@ -95,7 +100,7 @@ def chat(
         except InputError as error:
             if failure is None:
                 raise
-            say(f"not saved: {error}")
+            say(f"not saved: {error.message(options)}")
     if failure is not None:
         raise failure
 
@@ -121,8 +126,11 @@ def begin(
 class Talk:
     """Conversation with a person or a file of lines."""
 
-    def __init__(self, dialogue: Dialogue, arguments: Namespace, say: Messages):
+    def __init__(
+        self, dialogue: Dialogue, arguments: Namespace, say: Messages, options: Mapping[str, str]
+    ):
         self._dialogue, self._arguments, self._say = dialogue, arguments, say
+        self._options = options
         self._tell = Messages()  # replies to commands, also if other messages are off
         self._seconds = 0.0
         self._by_hand = sys.stdin.isatty()
@@ -144,7 +152,7 @@ class Talk:
             except InputError as error:
                 if not self._by_hand:
                     raise
-                self._tell(f"error: {error}")
+                self._tell(f"error: {error.message(self._options)}")
 
     def run(self, name: str, argument: str = "") -> bool:
         """Run a command; return whether the conversation continues."""

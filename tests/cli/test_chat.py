@@ -49,8 +49,9 @@ def template(tmp_path) -> str:
 def talk(command, monkeypatch) -> Callable[..., tuple[Any, str, str]]:
     """Return `talk(lines, *arguments)`, which runs the command with these lines on stdin."""
 
-    def call(lines: str, *arguments: Any) -> tuple[Any, str, str]:
+    def call(lines: str, *arguments: Any, by_hand: bool = False) -> tuple[Any, str, str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: by_hand)
         few = ("--max-new-tokens", 6, "--policy", "full")
         return command(generate.main, "--chat", *few, *arguments)
 
@@ -202,6 +203,8 @@ def test_a_full_context(talk, tmp_path):
     assert err.count("the context is full: the oldest 2 messages are dropped") == 2
     assert err.splitlines()[-1].startswith("error: --context 16: the conversation has 1")
     assert f"messages saved to {saved}" in err and saved.is_file() and out.count("\n") == 3
+    status, out, err = talk("word " * 20, *given, by_hand=True)
+    assert status == 0 and "error: --context 16: the conversation has 0" in err
 
 
 def test_a_full_context_drops_the_oldest_turns(engine, template):
@@ -265,7 +268,7 @@ def read(monkeypatch, by_hand) -> Callable[..., list[tuple[Any, ...]]]:
         arguments = argparse.Namespace(max_new_tokens=None, ignore_eos=False, stop=None)
         refused = answer is not echo and not by_hand
         with pytest.raises(InputError, match="too long") if refused else nullcontext():
-            Talk(dialogue, arguments, Messages(quiet=True)).read()
+            Talk(dialogue, arguments, Messages(quiet=True), {}).read()
         calls = [(name, *given[:1]) for name, given, _ in dialogue.method_calls]
         return [call for call in calls if call[0] != "summary"]
 
