@@ -188,10 +188,11 @@ class Planner:
                 **conversion.losses,
                 **parts,
             )
-            chosen = policy
+            chosen, more = policy, {}
             if self.machine.separate:  # this process's backend may have one memory
                 chosen = policy.fitted(model, in_place=False, pooled=False)
-            engine = make_engine(model, chosen, self.arguments, **settings)
+                more["transfer"] = "xla"  # never refused, and replaced below
+            engine = make_engine(model, chosen, self.arguments, **settings, **more)
             decoders.append(engine.decoder)
             # Use the form that weights have where rows or weights are transferred.
             params = engine.weights.params

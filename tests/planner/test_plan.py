@@ -192,8 +192,8 @@ def test_drafts_have_a_copy_of_the_weights(folder):
         assert format_bytes(drafting.drafts) in line
 
 
-def test_layers_that_attend_to_all_rows_find_none_on_the_device(folder):
-    """The hot set holds selected rows only."""
+def test_layers_that_attend_to_all_rows_find_none_on_the_device(folder, caplog):
+    """The hot set holds selected rows only. The machine that plans needs no GPU."""
     options = ("--dense-layers=0", "--transfer=cuda")
     full = forecast(folder, LARGE_GPU, *options, "--policy=full", context=65536)
     policy = "--policy=infinigen:streamed_layers=1"
@@ -201,6 +201,7 @@ def test_layers_that_attend_to_all_rows_find_none_on_the_device(folder):
     assert some.whole == full.traffic.link // BIG["num_hidden_layers"]
     chosen = some.attended - some.whole
     assert chosen > 0 and some.link == some.whole + int(chosen * (1 - HIT_RATE))
+    assert not caplog.records
 
 
 def test_lossless_is_forecast_where_a_link_carries_the_cache(folder):
