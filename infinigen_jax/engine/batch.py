@@ -12,7 +12,7 @@ leaves the ring, regardless of when its sequence began.
 import abc
 import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,6 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import (
     Placement,
-    read_block,
     read_sequence,
     shared_slots,
     write_block,
@@ -213,9 +212,9 @@ def insert(
     host = cache.host
     if host is not None:
         assert one.host is not None
-        shared = shared_slots(one.host, 1)
-        count = one.lengths[0] - shared
-        host = copy_sequence(decoder, host, one.host, sequence, jnp.int32(shared), count)
+        count = one.lengths[0] - shared_slots(one.host, 1)
+        zero = jnp.int32(0)
+        host = copy_slots(decoder, host, sequence, one.host, zero, zero, count)
     rest = put_sequence(cache._replace(host=None), one._replace(host=None), sequence)
     return rest._replace(host=host), put_sequence(others, new, sequence)
 
@@ -228,13 +227,10 @@ def extract(
 
     All its rows are on the host and none are shared.
     """
-
-    def read(layer: Array, start: Array, size: int) -> Array:
-        assert cache.host is not None
-        return read_sequence(cache.host, layer, sequence, start, size, decoder.mesh)
-
     if host is not None:
-        host = _copy_blocks(host, jnp.int32(0), cache.lengths[sequence], read, decoder)
+        assert cache.host is not None
+        zero, count = jnp.int32(0), cache.lengths[sequence]
+        host = copy_slots(decoder, host, zero, cache.host, sequence, zero, count)
     rest = take_sequence(cache._replace(host=None), sequence)
     return rest._replace(host=host), take_sequence(others, sequence)
 
@@ -253,33 +249,19 @@ def put_sequence(batch: Any, one: Any, sequence: Int[Array, ""]) -> Any:
     return jax.tree.map(put, batch, one)
 
 
-def copy_sequence(
+def copy_slots(
     decoder: Decoder,
     host: Shaped[Array, "l a k t w"],
-    one: Shaped[Array, "l n k s w"],
     sequence: Int[Array, ""],
+    source: Shaped[Array, "l n k s w"],
+    row: Int[Array, ""],
     start: Int[Array, ""],
     count: Int[Array, ""],
 ) -> Shaped[Array, "l a k t w"]:
-    """Copy `count` slots of a single sequence into one of the host's array; see `_copy_blocks`."""
+    """Copy the `count` slots from `start` of a row of `source` to the first ones of a sequence.
 
-    def read(layer: Array, place: Array, size: int) -> Array:
-        return read_block(one, layer, start + place, size, decoder.mesh, 1)
-
-    return _copy_blocks(host, sequence, count, read, decoder)
-
-
-def _copy_blocks(
-    host: Shaped[Array, "l a k t w"],
-    sequence: Int[Array, ""],
-    count: Int[Array, ""],
-    read: Callable[[Array, Array, int], Array],
-    decoder: Decoder,
-) -> Shaped[Array, "l a k t w"]:
-    """Write the first `count` slots of a sequence of the host's array, or all, block by block.
-
-    One compiled program serves all lengths. Later slots are undefined afterwards. `read` maps
-    layer, first slot and number of slots to rows [1, k, n, w].
+    The copy is made block by block, and one compiled program serves all counts. Later slots of the
+    sequence are undefined afterwards.
     """
     layers, _, _, capacity, _ = host.shape
     block = min(capacity, STREAM_BLOCK)
@@ -287,8 +269,9 @@ def _copy_blocks(
 
     def copy(i: Array, host: Array) -> Array:
         layer, place = i // blocks, jnp.minimum(i % blocks * block, capacity - block)
+        rows = read_sequence(source, layer, row, start + place, block, decoder.mesh)
         # The barrier keeps the write's reshape from the copy to the device, which XLA refuses.
-        rows = lax.optimization_barrier(read(layer, place, block))
+        rows = lax.optimization_barrier(rows)
         return write_block(host, layer, sequence, place, rows, decoder.mesh)
 
     return lax.fori_loop(jnp.int32(0), layers * blocks, copy, host)

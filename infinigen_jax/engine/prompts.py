@@ -28,7 +28,7 @@ from infinigen_jax.decode.compiled import compiled
 from infinigen_jax.decode.finite_check import Places, refuse
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.layer_rows import STREAM_BLOCK
-from infinigen_jax.engine.batch import cache_shardings, copy_sequence
+from infinigen_jax.engine.batch import cache_shardings, copy_slots
 from infinigen_jax.engine.draft_length import DraftLength
 from infinigen_jax.engine.memory_plan import (
     MemoryPlan,
@@ -245,7 +245,8 @@ def broadcast(decoder: Decoder, one: Cache, batch: int, sharing: Sharing) -> Cac
     starts += [i * slots for i in range(sharing.sequences)]
     for sequence, start in enumerate(starts):
         count = min(slots, sharing.tokens - start)
-        host = _copy(decoder, host, one.host, *map(np.int32, (sequence, start, count)))
+        at, zero, start, count = map(np.int32, (sequence, 0, start, count))
+        host = _copy(decoder, host, at, one.host, zero, start, count)
     return cache._replace(host=host)
 
 
@@ -254,7 +255,7 @@ def _repeat(decoder: Decoder, one: Cache, *, batch: int) -> Cache:
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:])), one)
 
 
-_copy = compiled(lambda at: at.host, donate_argnums=0)(copy_sequence)
+_copy = compiled(lambda at: at.host, donate_argnums=0)(copy_slots)
 
 
 def checked_context(config: ModelConfig, context: int | None) -> int:

@@ -12,7 +12,7 @@ from runtime import engine
 
 from infinigen_jax.cache.host_array import Placement, _allocation, default_mesh, to_host
 from infinigen_jax.decode.layer_rows import STREAM_BLOCK
-from infinigen_jax.engine.batch import copy_sequence
+from infinigen_jax.engine.batch import copy_slots
 from infinigen_jax.models.small_weights import AT_ONCE, FEW_ROWS, decoded_size, product, shrink_part
 from infinigen_jax.settings.engine import WEIGHT_DTYPES
 
@@ -33,12 +33,12 @@ def test_allocating_takes_no_temporary():
 def test_a_sequence_is_copied_into_a_batch_block_by_block(layers):
     """This happens when a prompt joins a batch, and for a shared prefix."""
     at, block = Placement(default_mesh()), HEADS * STREAM_BLOCK * ROW * 2
-    copy = functools.partial(copy_sequence, engine("one").decoder)
+    copy = functools.partial(copy_slots, engine("one").decoder)
     shapes = ((layers, sequences, *SHAPE[2:]) for sequences in (BATCH, 1))
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=at.host) for shape in shapes]
-    numbers = [jax.ShapeDtypeStruct((), jnp.int32, sharding=at.whole)] * 3
+    host, one = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=at.host) for shape in shapes)
+    number = jax.ShapeDtypeStruct((), jnp.int32, sharding=at.whole)
     jitted = jax.jit(copy, donate_argnums=0, out_shardings=at.host)
-    program = compile_for_gpu(jitted, *arrays, *numbers)
+    program = compile_for_gpu(jitted, host, number, one, *[number] * 3)
     assert_updated_in_place(program, layers * LAYER_BYTES)
     assert_no_copy_larger_than(program, block)
 
