@@ -10,7 +10,6 @@ leaves the ring, regardless of when its sequence began.
 """
 
 import abc
-import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,20 +21,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from infinigen_jax.cache.cache import Cache
-from infinigen_jax.cache.host_array import (
-    Placement,
-    read_sequence,
-    shared_slots,
-    write_block,
-)
+from infinigen_jax.cache.host_array import Placement, read_sequence, shared_slots, write_block
 from infinigen_jax.decode.compiled import compiled
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.layer_rows import STREAM_BLOCK
 from infinigen_jax.decode.state import Counts
 from infinigen_jax.decode.steps import Watch, flush_cache, host_numbers, single_layers, step, steps
 from infinigen_jax.engine.runtime import Runtime
-
-IDLE = -1
 
 
 class Stepped(NamedTuple):
@@ -160,44 +152,6 @@ class Batch(abc.ABC):
         idle = jax.device_put(self.idle, self._at.batch)
         self.cache = self.cache._replace(lengths=_rest(self.decoder, self.cache.lengths, idle))
         self.cached, self._left = np.where(self.idle, 0, self.cached), False
-
-
-class Owners:
-    """Record of which prompt occupies each sequence of a batch, kept in Python."""
-
-    def __init__(self, prompt_lengths: np.ndarray, batch: int):
-        self._prompt_lengths = prompt_lengths
-        # Prompt of each sequence, [b], or IDLE; replaced, never changed in place.
-        self.owner = np.arange(batch)
-        self.waiting = collections.deque(range(batch, len(prompt_lengths)))  # not admitted yet
-        self._steps: list[tuple[np.ndarray, np.ndarray]] = []
-
-    @property
-    def batch(self) -> int:
-        return len(self.owner)
-
-    @property
-    def idle(self) -> np.ndarray:
-        return self.owner == IDLE
-
-    def record(self, owner: np.ndarray, cached: np.ndarray, steps: int = 1) -> None:
-        """Record dispatched steps after `cached` tokens, [b], and the owners at that time."""
-        self._steps += [(owner, cached + step) for step in range(steps)]
-
-    def give(self, sequence: int, prompt: int) -> None:
-        """Assign a sequence to a prompt, or to none: IDLE."""
-        self.owner = np.where(np.arange(self.batch) == sequence, prompt, self.owner)
-
-    def history(self, steps_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return which sequences count in each step, and the tokens cached before it, [steps, b].
-
-        The leading `steps_of` steps of each prompt count.
-        """
-        if not self._steps:
-            return np.zeros((0, self.batch), bool), np.zeros((0, self.batch), np.int32)
-        owner, cached = (np.stack(arrays) for arrays in zip(*self._steps, strict=True))
-        age = cached - self._prompt_lengths[owner]
-        return (owner != IDLE) & (age < steps_of[owner]), cached
 
 
 def cache_shardings(at: Any) -> Cache:

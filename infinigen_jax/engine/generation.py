@@ -4,6 +4,7 @@ For each token, Python dispatches the next step and then reads the tokens of the
 only synchronisation per token. Python never reads which rows are fetched.
 """
 
+import collections
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from infinigen_jax.decode.finite_check import refuse
 from infinigen_jax.decode.state import Counts
 from infinigen_jax.decode.steps import Watch
-from infinigen_jax.engine.batch import IDLE, Batch, Owners, Stepped
+from infinigen_jax.engine.batch import Batch, Stepped
 from infinigen_jax.engine.draft_length import DraftLength
 from infinigen_jax.engine.encoding import encode
 from infinigen_jax.engine.memory_plan import LENGTHS, Remedies, check_memory
@@ -38,12 +39,16 @@ from infinigen_jax.sampling import LogProbs
 from infinigen_jax.settings.sampling import Sampling
 from infinigen_jax.text.detokenize import MOST_HELD, Texts
 
+IDLE = -1  # the owner of a sequence without a prompt
+
 
 class Run(Batch):
     """A generation in progress; create it with `Engine.start`.
 
     Attributes:
         drawn: [b] next tokens, not cached yet.
+        owner: [b] prompt of each sequence, or IDLE; replaced, never changed in place.
+        waiting: prompts that have no sequence yet.
         counts: numbers of selected and moved rows of each decode step.
         phases: memory of each phase of the run; the largest has to fit.
         capacity, slots: sizes of the cache, see `PromptReader`.
@@ -92,14 +97,15 @@ class Run(Batch):
         size = min(batch or len(prompts), len(prompts))
         if fit:
             size = batch_that_fits(runtime, reader, longest, size)
-        self.owners, self._reader = Owners(self.prompt_lengths, size), reader(size)
+        self.owner, self._reader = np.arange(size), reader(size)
+        self.waiting = collections.deque(range(size, len(prompts)))
         self.capacity, self.slots = self._reader.capacity, self._reader.slots
         # Not for the turns of a conversation, which all use the same programs.
         shortest = int(self.prompt_lengths.min()) if capacity is None else 0
         exceeded = largest_below(shortest, self.capacity)
         super().__init__(runtime, self.prompt_lengths[:size], exceeded)
         begun = begun or Begun(None, [0] * size)
-        cached, waiting = min(begun.cached), bool(self.owners.waiting)
+        cached, waiting = min(begun.cached), bool(self.waiting)
         self.plan = self._reader.cache_plan(size)
         self.phases = self._reader.phases(size, cached, waiting=waiting)
         if begun.cache is None:
@@ -109,6 +115,7 @@ class Run(Batch):
             for plan in self.phases:
                 check_memory(plan, runtime.device, remedies)
         self.counts: list[Counts] = []
+        self._dispatched: list[tuple[np.ndarray, np.ndarray]] = []  # see `_record`
         self._place: Sequence[jax.Array] = ()
         self._begun, self._alternatives = begun, log_probs
         self._admitted_lengths: set[int] = set()
@@ -120,7 +127,7 @@ class Run(Batch):
 
     def start(self, notify: Notify | None = None) -> None:
         """Read the first prompts, draw their first tokens and wait for them."""
-        numbers, waiting = range(self.owners.batch), bool(self.owners.waiting)
+        numbers, waiting = range(len(self.owner)), bool(self.waiting)
         self._reader.read_prefix(notify)
         read = self._reader.read(numbers, self._begun, notify, last=not waiting)
         self.cache, self._sampler = read.cache, self._make_sampler(numbers, self._begun.drawn)
@@ -192,19 +199,33 @@ class Run(Batch):
             # or a later step would otherwise wait for.
             self.rest()
             self.settle()
-        self.owners.record(self.owners.owner, self.cached)
+        self._record(self.owner, self.cached)
         stepped = super()._step(tokens, watch)
         self.counts.append(stepped.counts)
         return stepped
 
     @property
     def idle(self) -> np.ndarray:
-        return self.owners.idle
+        return self.owner == IDLE
+
+    def _record(self, owner: np.ndarray, cached: np.ndarray, steps: int = 1) -> None:
+        """Record dispatched steps after `cached` tokens, [b], and the owners at that time."""
+        self._dispatched += [(owner, cached + step) for step in range(steps)]
+
+    def _history(self, steps_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return which sequences count in each step, and the tokens cached before it, [steps, b].
+
+        The leading `steps_of` steps of each prompt count.
+        """
+        steps = np.array(self._dispatched, np.int32).reshape(-1, 2, len(self.owner))
+        owner, cached = steps[:, 0], steps[:, 1]
+        age = cached - self.prompt_lengths[owner]
+        return (owner != IDLE) & (age < steps_of[owner]), cached
 
     def _admit(self) -> None:
-        if self.owners.waiting and self.can_join:
-            for sequence in np.flatnonzero(self.idle)[: len(self.owners.waiting)]:
-                self._begin(self.owners.waiting.popleft(), int(sequence))
+        if self.waiting and self.can_join:
+            for sequence in np.flatnonzero(self.idle)[: len(self.waiting)]:
+                self._begin(self.waiting.popleft(), int(sequence))
 
     def _begin(self, prompt: int, sequence: int) -> None:
         """Process a prompt outside the batch; insert its cache and first token into a sequence."""
@@ -216,7 +237,7 @@ class Run(Batch):
         self._sampler.replace(sequence, sampler)
         drawn, size = Drawn(self.drawn, self._log_probs), int(self.prompt_lengths[prompt])
         self.drawn, self._log_probs = self._insert(sequence, read.cache, size, drawn, first)
-        self.owners.give(sequence, prompt)
+        self._give(sequence, prompt)
         self.drawn.block_until_ready()
         self.clock.read_prompts()
         # Compilations for the first prompt of a chunk length belong to the warm-up.
@@ -228,24 +249,24 @@ class Run(Batch):
     def tokens(self, *, ignore_eos: bool = False) -> Iterator[list[int | None]]:
         """Yield the drawn tokens of each step; None for prompts that wait or have ended."""
         eos = self._begin_taking(ignore_eos)
-        owner = list(self.owners.owner)  # when the step was dispatched whose tokens come next
+        owner = list(self.owner)  # when the step was dispatched whose tokens come next
         while True:
             drawn, place, log_probs = self.drawn, self._place, self._log_probs
             # Once compiled, the next step is dispatched before the tokens of this step are read.
             ahead = self._compiled is not None and bool((self._needed() > 1).any())
-            before, owner = owner, list(self.owners.owner)
+            before, owner = owner, list(self.owner)
             if ahead:
                 self.advance()
             same = [x if x == y else IDLE for x, y in zip(owner, before, strict=True)]
             refuse(place, self.decoder.config.num_layers, same)
-            decoded = sum(bool(self.new_tokens[i]) for i in self.owners.owner if i != IDLE)
+            decoded = sum(bool(self.new_tokens[i]) for i in self.owner if i != IDLE)
             values = self._take(np.asarray(drawn), eos, log_probs)
             self.clock.step(decoded)
             yield values
-            if self.idle.all() and not self.owners.waiting:
+            if self.idle.all() and not self.waiting:
                 return
             if not ahead and self._needed().any():
-                owner = list(self.owners.owner)
+                owner = list(self.owner)
                 self.advance()  # not earlier: the first token does not wait for the compilation
                 self._compiled = compilations()
             self._admit()
@@ -257,7 +278,7 @@ class Run(Batch):
         """
         for tokens in self.tokens(ignore_eos=ignore_eos):
             pieces = self._texts.push(tokens, self.ended)
-            for sequence, prompt in enumerate(self.owners.owner):
+            for sequence, prompt in enumerate(self.owner):
                 if prompt != IDLE and self._texts.stopped(int(prompt)):
                     self._leave(sequence)
             choices = None
@@ -278,7 +299,7 @@ class Run(Batch):
     def _needed(self) -> np.ndarray:
         """Return the tokens each sequence may still get, [b] int32; 0 for idle ones."""
         most, new = self.max_new_tokens, self.new_tokens
-        needed = [0 if i == IDLE else most - len(new[i]) for i in self.owners.owner]
+        needed = [0 if i == IDLE else most - len(new[i]) for i in self.owner]
         return np.array(needed, np.int32)
 
     def _take(
@@ -287,7 +308,7 @@ class Run(Batch):
         """Store the tokens of a step, below 0 for none; sequences of ended prompts become idle."""
         values: list[int | None] = [None] * len(self.new_tokens)
         choices = None if log_probs is None else choices_of(log_probs, self._alternatives or 0)
-        for sequence, prompt in enumerate(self.owners.owner):
+        for sequence, prompt in enumerate(self.owner):
             if prompt == IDLE or drawn[sequence] < 0:
                 continue
             token, answer = int(drawn[sequence]), self.new_tokens[prompt]
@@ -299,17 +320,21 @@ class Run(Batch):
                 self._leave(sequence)
         return values
 
+    def _give(self, sequence: int, prompt: int) -> None:
+        """Assign a sequence to a prompt, or to none: IDLE."""
+        self.owner = np.where(np.arange(len(self.owner)) == sequence, prompt, self.owner)
+
     def _leave(self, sequence: int) -> None:
-        self.owners.give(sequence, IDLE)
+        self._give(sequence, IDLE)
         self._sampler.leave(sequence)
         self._left = True
 
     def ended(self, prompt: int) -> bool:
         """Return whether a prompt gets no more tokens."""
-        return prompt not in self.owners.owner and prompt not in self.owners.waiting
+        return prompt not in self.owner and prompt not in self.waiting
 
     def counted_steps(self, kept: Bool[np.ndarray, "n b"]) -> int:
-        """Return the number of steps whose transfers count: a token was read (`Owners.history`)."""
+        """Return the number of steps whose transfers count: a token was read (`_history`)."""
         return int(kept.any(axis=1).sum())
 
     @property
@@ -327,9 +352,9 @@ class Run(Batch):
         decoder, clock = self.decoder, self.clock
         steps_of = np.array([max(0, len(tokens) - 1) for tokens in self.new_tokens])  # decode steps
         seconds, timed = clock.decoding()
-        kept, cached = self.owners.history(steps_of)
+        kept, cached = self._history(steps_of)
         rows = rows_per_step(self.counts, kept)
-        transfers = self.counted_steps(kept) * self.owners.batch
+        transfers = self.counted_steps(kept) * len(self.owner)
         moved = moved_by(self, rows, kept, cached, int(steps_of.sum()), transfers)
         return Stats(
             prompt_tokens=int(self.prompt_lengths.sum()),

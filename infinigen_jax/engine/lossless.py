@@ -57,7 +57,7 @@ class LosslessRun(Run):
         self._open = None
         # Totals of all sequences over the rounds in which they took part.
         self._drafted = self._verifications = self._new = self._cached = 0
-        self._taken = np.zeros(self.owners.batch, np.int32)
+        self._taken = np.zeros(len(self.owner), np.int32)
 
     def advance(self) -> None:
         raise InputError("a lossless run advances by rounds; take its tokens from `tokens`")
@@ -88,7 +88,7 @@ class LosslessRun(Run):
             warm = self._compiled is not None
             if self._left:
                 self.rest()
-            given = Given(self.drawn, self._room, ends, self._sampler.draws, self.owners.owner)
+            given = Given(self.drawn, self._room, ends, self._sampler.draws, self.owner)
             if not warm:
                 self.rest()  # compiles its program as well
                 if not self._rounds.length.timed:  # by an earlier turn
@@ -107,7 +107,7 @@ class LosslessRun(Run):
         """Record a round; return the new tokens per sequence."""
         drafted, counts = judged.drafted, self._rounds.read(judged)
         self.counts += drafted.counts
-        self.owners.record(judged.given.owner, self.cached, drafted.count)
+        self._record(judged.given.owner, self.cached, drafted.count)
         active = counts > 0  # sequences without a new token took no part
         self._drafted += drafted.count * int(active.sum())
         self._verifications += int(active.sum())
@@ -125,17 +125,17 @@ class LosslessRun(Run):
             log_probs = self._rounds.log_probs(judged, self._sampler)
         self._taken, self._open = np.zeros_like(counts), judged
         for place in range(int(counts.max())):
-            here = (place < counts) & (self.owners.owner == owner)
+            here = (place < counts) & (self.owner == owner)
             self._taken = self._taken + here
             yield self._take(np.where(here, drawn[:, place], -1), eos, log_probs[place])
 
     def _admit_prompts(self, eos: frozenset[int]) -> Iterator[list[int | None]]:
         """Give idle sequences to waiting prompts, and yield their first tokens."""
-        while self.owners.waiting and self.idle.any():
-            before = self.owners.owner
+        while self.waiting and self.idle.any():
+            before = self.owner
             self.rest()
             self._admit()
-            new = self.owners.owner != before
+            new = self.owner != before
             yield self._take(np.where(new, np.asarray(self.drawn), -1), eos, self._log_probs)
             self._room = self._rounds.put(self._needed())
 

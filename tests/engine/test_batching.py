@@ -104,7 +104,7 @@ def test_as_many_prompts_together_as_fit(monkeypatch, caplog):
     free(two / FILLED + 1)
     caplog.clear()
     run = made.start(PROMPTS, max_new_tokens=NEW, fit=True)
-    assert len(caplog.messages) == 1 and run.owners.batch == 2
+    assert len(caplog.messages) == 1 and len(run.owner) == 2
     assert "2 of 7 prompts" in caplog.text and "as many as fit" in caplog.text
     assert [*run.tokens()] and run.new_tokens == expected == tokens_of(made, PROMPTS)
     # All prompts, or those asked for.
