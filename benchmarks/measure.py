@@ -104,7 +104,7 @@ def needs_of(bench: Bench, context: int) -> tuple[dict[str, MemoryPlan], dict[st
                 continue
             sizes = options.batch, round_up_capacity(total)
             plan = plan_cache(engine.decoder, *sizes)
-            work = step_bytes(engine.decoder, engine.weights.params, *sizes)
+            work = step_bytes(engine.decoder, engine.runtime.weights.params, *sizes)
             needs[name] = plan.at_work(work)
         else:
             rows = cache_bytes(model, options.batch, total)

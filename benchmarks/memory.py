@@ -111,7 +111,7 @@ def measure(case: Case) -> dict[str, Any]:
     ctypes.CDLL(None).malloc_trim(0)
     if jax.default_backend() == "cpu":  # a GPU's peak covers both runs, which are equal
         Path("/proc/self/clear_refs").write_text("5")
-    before, weights = in_use(), tree_bytes(engine.weights)
+    before, weights = in_use(), tree_bytes(engine.runtime.weights)
     generate(engine, case)
     total = weights + in_use(peak=True) - before
     planned = dataclasses.asdict(plan) | {"total": plan.total + weights}

@@ -136,7 +136,7 @@ def memory(engine: Engine, tokens: int) -> dict[str, Any]:
     return {
         "tokens": tokens,
         "chunk": chunk,
-        "weights": sum(x.nbytes for x in jax.tree.leaves(engine.weights)),
+        "weights": sum(x.nbytes for x in jax.tree.leaves(engine.runtime.weights)),
         "temporaries": max(temporaries(engine, chunk, capacity)),
         "index": plan.index,
         "dense": plan.dense_cache,
@@ -148,7 +148,8 @@ def memory(engine: Engine, tokens: int) -> dict[str, Any]:
 def sizes(engine: Engine, tokens: int) -> tuple[int, int]:
     """Return the chunk and the capacity for a prompt."""
     capacity = round_up_capacity(tokens + 1)
-    return min(chunk_for(engine.decoder, 1, tokens, engine.prefill_chunk), capacity), capacity
+    chunk = chunk_for(engine.decoder, 1, tokens, engine.runtime.prefill_chunk)
+    return min(chunk, capacity), capacity
 
 
 def temporaries(engine: Engine, chunk: int, capacity: int, batch: int = 1) -> list[int]:
@@ -160,7 +161,7 @@ def temporaries(engine: Engine, chunk: int, capacity: int, batch: int = 1) -> li
 
 def chunk_programs(engine: Engine, chunk: int, capacity: int, batch: int = 1) -> list[Any]:
     """Return the lowered programs that read a chunk, the host layer's first."""
-    decoder, weights = engine.decoder, engine.weights
+    decoder, weights = engine.decoder, engine.runtime.weights
     config, chunks, at = decoder.config, decoder.of_chunks, Placement(decoder.mesh)
     cache = cache_shapes(decoder, batch, capacity)
     lengths, k, w = cache.lengths, config.num_kv_heads, 2 * config.head_dim

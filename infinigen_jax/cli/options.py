@@ -179,7 +179,7 @@ def options_without_effect(arguments: argparse.Namespace, engine: "Engine") -> l
     if arguments.hot_set and not engine.decoder.selecting:
         lines.append(f"--hot-set {arguments.hot_set:g}: no effect, as no layer selects rows")
     chunk = arguments.prefill_chunk
-    if chunk not in (None, engine.prefill_chunk):
+    if chunk not in (None, engine.runtime.prefill_chunk):
         lines.append(
             f"--prefill-chunk {chunk}: no effect, as --pool-tokens reads a prompt in one piece"
         )

@@ -7,7 +7,6 @@ from typing import Any
 from jax.sharding import Mesh
 
 from infinigen_jax.decode.layer import Decoder
-from infinigen_jax.decode.state import Weights
 from infinigen_jax.engine.conversation import Conversation
 from infinigen_jax.engine.encoding import UNSETTLED, Prompt, as_list, encode, prompt_list
 from infinigen_jax.engine.generation import Run
@@ -73,18 +72,6 @@ class Engine:
     @property
     def decoder(self) -> Decoder:
         return self.runtime.decoder
-
-    @property
-    def weights(self) -> Weights:
-        return self.runtime.weights
-
-    @property
-    def mesh(self) -> Mesh:
-        return self.runtime.mesh
-
-    @property
-    def prefill_chunk(self) -> int | None:
-        return self.runtime.prefill_chunk
 
     def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token numbers of a prompt.
@@ -193,13 +180,14 @@ class Engine:
         check_range("max_new_tokens", max_new_tokens, 1)
         if batch is not None:
             check_range("batch", batch, 1)
-        if batch is not None and self.mesh.shape["data"] > 1:
+        devices = self.runtime.mesh.shape["data"]
+        if batch is not None and devices > 1:
             raise ParameterError("batch", "not for sequences on several devices; leave it out")
-        if len(encoded) % self.mesh.shape["data"]:
+        if len(encoded) % devices:
             raise ParameterError(
                 "prompts",
-                f"{len(encoded)} prompts are not shared equally by {self.mesh.shape['data']} "
-                "devices; give a multiple",
+                f"{len(encoded)} prompts are not shared equally by {devices} devices; give a "
+                "multiple",
             )
         longest = max(map(len, encoded))
         limit = self.model.config.max_positions
@@ -230,7 +218,7 @@ class Engine:
         if log_probs is not None:
             check_range("log_probs", log_probs, 0, MOST_LOG_PROBS)
         settings = samplings(sampling, len(encoded))
-        fit = fit and batch is None and self.mesh.shape["data"] == 1
+        fit = fit and batch is None and devices == 1
         options: Any = {"batch": batch, "prefix": prefix, "fit": fit, "log_probs": log_probs}
         options |= {"stops": checked_stops(stop), "continues": continues}
         run = make_run(self.runtime, encoded, max_new_tokens, settings, **options)

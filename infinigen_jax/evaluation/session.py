@@ -312,5 +312,5 @@ def settings_of(engine: "Engine") -> dict[str, Any]:
         "hot_set": decoder.hot_set,
         "transfer": decoder.transfer.name,
         # Quantised rows depend on where a prompt is divided.
-        "prefill_chunk": engine.prefill_chunk or "auto",
+        "prefill_chunk": engine.runtime.prefill_chunk or "auto",
     }

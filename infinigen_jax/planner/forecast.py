@@ -195,9 +195,9 @@ class Planner:
             engine = make_engine(model, chosen, self.arguments, **settings, **more)
             decoders.append(engine.decoder)
             # Use the form that weights have where rows or weights are transferred.
-            params = engine.weights.params
+            params = engine.runtime.weights.params
             layers = [split(layer, self.config.query_width) for layer in params["layers"]]
-            return engine.weights._replace(params=params | {"layers": layers})
+            return engine.runtime.weights._replace(params=params | {"layers": layers})
 
         weights = jax.eval_shape(build, self._shapes)
         decoder = decoders[0]

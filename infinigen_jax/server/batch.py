@@ -67,7 +67,7 @@ class ServedBatch(abc.ABC):
         self._steps_alone = 0  # in the whole batch
         self.live = self._whole = self.kind.empty(runtime, batch, limits.capacity)
         self._alone = self.kind(runtime, 1)
-        self._sampler_of = functools.partial(Sampler, engine.mesh, decoder.config.vocab_size)
+        self._sampler_of = functools.partial(Sampler, runtime.mesh, decoder.config.vocab_size)
         self._sampler = self._whole_sampler = self._sampler_of([Sampling()] * batch, [()] * batch)
 
     def empty_cache(self) -> Cache:

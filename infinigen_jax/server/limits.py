@@ -29,26 +29,26 @@ class Limits:
         prefix_bytes: int = 1 << 30,
         heat_maps: bool = True,
     ):
-        decoder = engine.decoder
+        decoder, runtime = engine.decoder, engine.runtime
         if decoder.pool is not None:
             raise ParameterError("pool.tokens", "a server keeps every row; leave it out")
-        if engine.mesh.shape["data"] > 1:
+        if runtime.mesh.shape["data"] > 1:
             raise InputError("a server's sequences come and go; give a `mesh` without a data axis")
         if engine.model.tokenizer is None:
             raise InputError("this model has no tokenizer; serve one that has")
         self.batch, self.waiting = batch, waiting
         self.prefix_bytes, self.heat_maps = prefix_bytes, heat_maps
         self.context = checked_context(engine.model.config, context)  # a prompt and its answer
-        room = engine.runtime.draft_room
+        room = runtime.draft_room
         capacity = round_up_capacity(max(self.context + room, decoder.policy.window))
         default = CHUNK_ON_CPU if decoder.transfer.in_place else CHUNK
         self.capacity = capacity  # of a sequence, in tokens
-        self.chunk = min(engine.prefill_chunk or default, capacity)  # between two decode steps
-        plan, params = plan_cache(decoder, batch, capacity), engine.runtime.weights.params
+        self.chunk = min(runtime.prefill_chunk or default, capacity)  # between two decode steps
+        plan, params = plan_cache(decoder, batch, capacity), runtime.weights.params
         step = step_bytes(decoder, params, batch, capacity, room)
         for _ in range(READERS + 1):  # and the answer that is alone
             plan += plan_cache(decoder, 1, capacity)
         reading = prefill_bytes(decoder, params, 1, self.chunk, capacity)
         remedies = Remedies(decoder, ("`context`",), batch, may_pool=False)
         plan = dataclasses.replace(plan, prefixes=prefix_bytes, workspace=max(reading, step))
-        check_memory(plan, engine.runtime.device, remedies)
+        check_memory(plan, runtime.device, remedies)

@@ -107,7 +107,7 @@ def engine_of(family: Family, schedule: str = "fused", **settings: Any) -> Engin
 def places(engine: Engine) -> dict[tuple[str, bool], set[str | None]]:
     """Return the memory kinds of the layers' parameters, by part and whether they are matrices."""
     found: dict[tuple[str, bool], set[str | None]] = {}
-    for layer in engine.weights.params["layers"]:
+    for layer in engine.runtime.weights.params["layers"]:
         for part, parameters in layer.items():
             for x in jax.tree.leaves(parameters):
                 found.setdefault((part, x.ndim == 2), set()).add(x.sharding.memory_kind)

@@ -40,7 +40,7 @@ def test_a_kind_of_layer_is_traced_once_however_many_there_are(monkeypatch):
     engine = Engine(deep(5), policy=SPARSE, dense_layers=1)
     run = engine.start(RAGGED, max_new_tokens=3)
     parts = run.cache.parts(run.decoder.policy.observes)
-    steps(run.decoder).fused.trace(engine.weights, *parts, run.drawn)
+    steps(run.decoder).fused.trace(engine.runtime.weights, *parts, run.drawn)
     # Steps have layers on the device, on the host, and on the host without a layer after it.
     assert (traces.count("layer_over"), traces.count("decode_layer")) == (2, 3)
 

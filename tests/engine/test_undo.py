@@ -49,7 +49,7 @@ def made(name: str) -> Engine:
 
 
 def read(name: str) -> Cache:
-    return prefill(made(name).decoder, made(name).weights, *padded(RAGGED), CAPACITY).cache
+    return prefill(made(name).decoder, made(name).runtime.weights, *padded(RAGGED), CAPACITY).cache
 
 
 def advance(name: str, cache: Cache, round_: Any, *, drafts: bool) -> Cache:

@@ -221,7 +221,7 @@ def record_output(decoder, layer):
 def decoded(made: Engine, tokens: list[list[int]]) -> np.ndarray:
     """Logits [b, NEW - 1, v] of decode steps over given tokens, after PROMPTS."""
     run, steps = made.start(PROMPTS, max_new_tokens=NEW), []
-    embedding = made.decoder.blueprint.embedding(made.weights.params["embedding"])
+    embedding = made.decoder.blueprint.embedding(made.runtime.weights.params["embedding"])
     for column in np.array(tokens).T[:-1]:
         records = run.watch(record_output, column)[1]
         steps.append(np.asarray(embedding.logits(records[-1])))

@@ -134,15 +134,15 @@ def test_a_layer_has_one_product_for_the_three():
 
 def test_only_where_rows_are_read_in_place(monkeypatch):
     here = engine("gqa")
-    assert all("qkv" in layer for layer in here.weights.params["layers"])
+    assert all("qkv" in layer for layer in here.runtime.weights.params["layers"])
     monkeypatch.setattr("infinigen_jax.engine.runtime.make_transfer", lambda name: XlaTransfer())
     moved = Engine(here.model, policy=SPARSE, dense_layers=1)
-    assert all("qkv" not in layer for layer in moved.weights.params["layers"])
+    assert all("qkv" not in layer for layer in moved.runtime.weights.params["layers"])
 
 
 def test_a_model_is_loaded_joined_so_that_an_engine_copies_nothing():
     model = load("tiny-llama")
-    params = Engine(model, policy=SPARSE).weights.params
+    params = Engine(model, policy=SPARSE).runtime.weights.params
     for mine, given in zip(params["layers"], model.params["layers"], strict=True):
         place = given["qkv"]["weight"].unsafe_buffer_pointer()
         assert mine["qkv"]["weight"].unsafe_buffer_pointer() == place
@@ -153,7 +153,7 @@ def test_no_second_copy_is_kept():
     model = random_model.__wrapped__("gqa")
     weight = weakref.ref(model.params["layers"][0]["q"]["weight"])
     made = Engine(model, policy=SPARSE)
-    assert made.model.params["layers"][0] is made.weights.params["layers"][0]
+    assert made.model.params["layers"][0] is made.runtime.weights.params["layers"][0]
     del model
     gc.collect()
     assert weight() is None

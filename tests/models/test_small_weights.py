@@ -183,7 +183,7 @@ def test_tokens_are_those_of_the_rounded_model(name, dtype, options):
     chosen = {"policy": SPARSE, "dense_layers": 1} | options
     model = small_model(name, dtype)
     made = Engine(model, **chosen)
-    joined = "qkv" in made.weights.params["layers"][-1]
+    joined = "qkv" in made.runtime.weights.params["layers"][-1]
     assert joined == ("weights" not in options)
     full = Engine(model_in_full(model), **(chosen | {"weights": "device"}))
     assert tokens_of(made) == tokens_of(full)
@@ -222,7 +222,7 @@ def test_logits_of_a_verification_make_no_full_matrix():
     model = load(embedded(), "float32", weight_dtype="int8")
     engine, tokens = Engine(model, lossless=True), jnp.ones((1, 6), jnp.int32)
     one, active = jnp.ones((1,), jnp.int32), jnp.ones((1,), bool)
-    x, params = jnp.ones((*tokens.shape, model.config.hidden_size)), engine.weights.params
+    x, params = jnp.ones((*tokens.shape, model.config.hidden_size)), engine.runtime.weights.params
     lowered = judge.of(engine.decoder).lower(params["embedding"], x, tokens, one, active, one, None)
     memory: Any = lowered.compile().memory_analysis()
     assert memory.temp_size_in_bytes < model.config.vocab_size * model.config.hidden_size

@@ -25,13 +25,15 @@ CAPACITY = 1 << 20  # from shapes alone: no index overflows
 
 
 def step(engine: Engine, cache: Cache) -> Any:
-    return steps(engine.decoder).fused.lower(engine.weights, *cache.parts(False), cache.lengths)
+    return steps(engine.decoder).fused.lower(
+        engine.runtime.weights, *cache.parts(False), cache.lengths
+    )
 
 
 def flush(engine: Engine, cache: Cache) -> Any:
     decoder = engine.decoder
     layer, number = decoder.on_host[0], jnp.int32(0)
-    arguments = (engine.weights.policy[0], number, cache.host, cache.states[0])
+    arguments = (engine.runtime.weights.policy[0], number, cache.host, cache.states[0])
     rest = (cache.local[layer], cache.scales[0], cache.lengths)
     return steps(decoder).flush.lower(*arguments, *rest, streams=False)
 

@@ -70,9 +70,9 @@ def test_a_run_has_no_work_for_fewer_slots_than_its_prompts(monkeypatch):
 def test_rows_are_chosen_and_attended_to_as_among_all_slots(monkeypatch):
     """By a selection with a tail, and in a layer on the device: 64 or all of 256 slots."""
     made, b, capacity = engine("one", POLICY), 2, 256
-    decoder, policy, weights = made.decoder, made.decoder.policy, made.weights.policy[0]
+    decoder, policy, weights = made.decoder, made.decoder.policy, made.runtime.weights.policy[0]
     config = decoder.config
-    layer = blueprint(config, jnp.float32).layer(made.weights.params["layers"][0])
+    layer = blueprint(config, jnp.float32).layer(made.runtime.weights.params["layers"][0])
     rng, shape = np.random.default_rng(0), (b, config.num_kv_heads, capacity, config.head_dim)
     keys, values = jnp.asarray(rng.normal(size=(2, *shape)), jnp.float32)
     a = jnp.asarray(rng.normal(size=(b, config.hidden_size)), jnp.float32)

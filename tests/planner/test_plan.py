@@ -103,7 +103,7 @@ def test_the_bytes_are_those_that_are_allocated(name, options):
     planned = planner(checkpoint.embedded(name), HERE, *options)
     forecast = planned.forecast(planned.asked, 2, 256)
     assert forecast.weights == tree_bytes(model.params)
-    assert forecast.speculation == tree_bytes(engine.weights.policy)
+    assert forecast.speculation == tree_bytes(engine.runtime.weights.policy)
     kept = [model.bases, model.svd_bases, [a.basis for a in model.ahead or ()]]
     assert forecast.bases == tree_bytes(kept)
     cache, expected = run.cache, forecast.plan

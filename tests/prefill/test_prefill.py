@@ -44,14 +44,14 @@ def small_blocks(monkeypatch):
 
 def read(chosen: Engine, prompts: list[list[int]], chunk: int | None = None) -> tuple[Cache, Any]:
     tokens, lengths = padded(prompts)
-    given = chosen.decoder, chosen.weights, tokens, lengths, CAPACITY
+    given = chosen.decoder, chosen.runtime.weights, tokens, lengths, CAPACITY
     outcome = prefill(*given, chunk=chunk)
     return outcome.cache, outcome.best
 
 
 def add(chosen: Engine, cache: Cache, pieces: list[list[int]], chunk: int | None = None):
     tokens, counts = padded(pieces)
-    outcome = extend(chosen.decoder, chosen.weights, cache, tokens, counts, chunk)
+    outcome = extend(chosen.decoder, chosen.runtime.weights, cache, tokens, counts, chunk)
     return outcome.cache, outcome.best
 
 
@@ -113,10 +113,10 @@ def decode(chosen: Engine, cache: Cache, drawn: Any, number: int) -> np.ndarray:
     programs, tokens = steps(chosen.decoder), []
     for i in range(number):
         if i and i % chosen.decoder.policy.window == 0:
-            cache = flush_cache(chosen.decoder, chosen.weights, cache)
+            cache = flush_cache(chosen.decoder, chosen.runtime.weights, cache)
         tokens.append(np.asarray(drawn))
         parts = cache.parts(chosen.decoder.policy.observes)
-        new, _, drawn, _ = programs.fused(chosen.weights, *parts, drawn)
+        new, _, drawn, _ = programs.fused(chosen.runtime.weights, *parts, drawn)
         cache = cache.stepped(new)
     return np.stack(tokens)
 
