@@ -32,14 +32,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement
-from infinigen_jax.cache.layers import DenseLayer, Local
+from infinigen_jax.cache.layers import DenseLayer
 from infinigen_jax.decode.compiled import compiled
 from infinigen_jax.decode.compiler_options import layer_options
 from infinigen_jax.decode.finite_check import Places, refuse
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Counts
 from infinigen_jax.decode.steps import Watch
-from infinigen_jax.engine.batch import Batch, Dispatcher
+from infinigen_jax.engine.batch import Batch, Dispatcher, cache_shardings
 from infinigen_jax.engine.draft_length import TRIED, DraftLength, size_of
 from infinigen_jax.engine.sampler import Draws, Sampler
 from infinigen_jax.models import Params
@@ -307,22 +307,14 @@ def _with_tokens(history: History, tokens: Int[Array, "b n"], counted: Array) ->
     return history._replace(drawn=drawn)
 
 
-class Saved(NamedTuple):
-    """Copies of a cache's arrays; None for layers that steps only extend."""
-
-    local: tuple[Local | None, ...]
-    states: tuple[Any, ...]
-    lengths: Int[Array, " b"]
-
-
-def save(decoder: Decoder, cache: Cache) -> Saved:
-    """Copy the arrays that decode steps destroy."""
-    local = tuple(None if isinstance(x, DenseLayer) else x for x in cache.local)
+def save(decoder: Decoder, cache: Cache) -> Cache:
+    """Copy the arrays that decode steps destroy; None for layers that they only extend."""
+    local: Any = tuple(None if isinstance(x, DenseLayer) else x for x in cache.local)
     states = cache.states if decoder.policy.observes else ()
-    return _copied(decoder, Saved(local, states, cache.lengths))
+    return _copied(decoder, Cache(None, states, local, cache.lengths))
 
 
-def restore(decoder: Decoder, cache: Cache, saved: Saved) -> Cache:
+def restore(decoder: Decoder, cache: Cache, saved: Cache) -> Cache:
     """Return the cache before the steps since `save`; both arguments are consumed."""
     local = (now if old is None else old for now, old in zip(cache.local, saved.local, strict=True))
     return cache._replace(
@@ -333,9 +325,9 @@ def restore(decoder: Decoder, cache: Cache, saved: Saved) -> Cache:
     )
 
 
-@compiled(lambda at: Saved(at.rows, at.rows, at.batch))
-def _copied(decoder: Decoder, saved: Saved) -> Saved:
-    return jax.tree.map(jnp.copy, saved)
+@compiled(cache_shardings)
+def _copied(decoder: Decoder, cache: Cache) -> Cache:
+    return jax.tree.map(jnp.copy, cache)
 
 
 @compiled(lambda at: at.rows, donate_argnums=0)
