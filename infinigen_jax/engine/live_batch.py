@@ -7,7 +7,7 @@ of its own, and a heat map of the rows that it fetches.
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from infinigen_jax.engine.batch import Batch, Stepped, extract
 from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.models import Params
 from infinigen_jax.policies.base import Budgeted
-from infinigen_jax.prefill.prefill import empty_cache, read_chunk
+from infinigen_jax.prefill.prefill import read_chunk
 from infinigen_jax.selection.select import budget_fraction
 from infinigen_jax.settings.engine import CHUNK_UNIT
 
@@ -173,13 +173,6 @@ class OpenBatch(Batch):
         # Maximum number of tokens that each sequence still gets, if known; 0 for idle ones.
         self.room = np.zeros(batch, np.int32)
         self.selecting = self.dispatcher  # of steps that select rows by the sequences' budgets
-
-    @classmethod
-    def empty(cls, runtime: Runtime, batch: int, capacity: int) -> Self:
-        """Return a batch of idle sequences, each with room for `capacity` tokens."""
-        live = cls(runtime, batch)
-        live.cache = empty_cache(runtime.decoder, batch, capacity)
-        return live
 
     @property
     def idle(self) -> np.ndarray:

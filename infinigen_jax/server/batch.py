@@ -65,7 +65,8 @@ class ServedBatch(abc.ABC):
         batch, runtime = limits.batch, engine.runtime
         self._capacity, self._spare = limits.capacity, None
         self._steps_alone = 0  # in the whole batch
-        self.live = self._whole = self.kind.empty(runtime, batch, limits.capacity)
+        self.live = self._whole = self.kind(runtime, batch)
+        self.live.cache = empty_cache(decoder, batch, limits.capacity)
         self._alone = self.kind(runtime, 1)
         self._sampler_of = functools.partial(Sampler, runtime.mesh, decoder.config.vocab_size)
         self._sampler = self._whole_sampler = self._sampler_of([Sampling()] * batch, [()] * batch)
