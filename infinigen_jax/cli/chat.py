@@ -85,24 +85,22 @@ def chat(
     conversation = begin(engine, arguments, sampling, say)
     dialogue = Dialogue(conversation, arguments.chat_template, arguments.system, say)
     talk = Talk(dialogue, arguments, say, options)
-    failure: BaseException | None = None
     try:
         with on_termination():
             for text in turns:
                 talk.answer(checked_text("prompts", text))
             talk.read()
-    except BaseException as error:
-        failure = error
-    if arguments.save is not None:
-        try:
-            with on_termination(signal.SIG_IGN):
-                say(dialogue.save(arguments.save) if conversation.messages else "nothing to save")
-        except InputError as error:
-            if failure is None:
-                raise
-            say(f"not saved: {error.message(options)}")
-    if failure is not None:
-        raise failure
+    finally:
+        failure = sys.exception()
+        if arguments.save is not None:
+            try:
+                with on_termination(signal.SIG_IGN):
+                    empty = not conversation.messages
+                    say("nothing to save" if empty else dialogue.save(arguments.save))
+            except InputError as error:
+                if failure is None:
+                    raise
+                say(f"not saved: {error.message(options)}")
 
 
 def begin(
