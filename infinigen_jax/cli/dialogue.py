@@ -113,8 +113,8 @@ class Dialogue:
         stats = run.stats()
         return (
             f"[{len(conversation.tokens)} of {conversation.context} tokens; {seconds:.2f} s: "
-            f"{run.tokens_read} read in {stats.prefill_seconds:.2f} s, {stats.new_tokens} answered"
-            f"{rate(run, ' at ')}; fetched "
+            f"{stats.prompt_tokens_read} read in {stats.prefill_seconds:.2f} s, "
+            f"{stats.new_tokens} answered{rate(run, ' at ')}; fetched "
             f"{100 * stats.fetched_fraction:.1f} % of the cached rows]"
         )
 

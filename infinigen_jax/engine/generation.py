@@ -146,11 +146,6 @@ class Run(Batch):
     def _draw(self, sampler: Sampler, given: Prefilled | Stepped) -> Drawn:
         return sampler.draw(given.logits, given.best, log_probs=self._alternatives is not None)
 
-    @property
-    def tokens_read(self) -> int:
-        """Prompt tokens processed, excluding cached ones."""
-        return self._reader.tokens_read
-
     def advance(self) -> None:
         """Dispatch one decode step without waiting; `drawn` becomes the next tokens.
 
@@ -342,23 +337,19 @@ class Run(Batch):
         """Text of the steps of `stream` so far, per prompt."""
         return self._texts.whole
 
-    @property
-    def late_compilations(self) -> int:
-        """Number of XLA compilations after the warm-up."""
-        return 0 if self._compiled is None else compilations() - self._compiled
-
     def stats(self) -> Stats:
         """Return the statistics of the generation so far."""
         decoder, clock = self.decoder, self.clock
         steps_of = np.array([max(0, len(tokens) - 1) for tokens in self.new_tokens])  # decode steps
         seconds, timed = clock.decoding()
+        late = 0 if self._compiled is None else compilations() - self._compiled
         kept, cached = self._history(steps_of)
         rows = rows_per_step(self.counts, kept)
         transfers = self.counted_steps(kept) * len(self.owner)
         moved = moved_by(self, rows, kept, cached, int(steps_of.sum()), transfers)
         return Stats(
             prompt_tokens=int(self.prompt_lengths.sum()),
-            prompt_tokens_read=self.tokens_read,
+            prompt_tokens_read=self._reader.tokens_read,
             new_tokens=sum(map(len, self.new_tokens)),
             prefill_seconds=clock.prefill,
             decode_seconds=seconds,
@@ -366,7 +357,7 @@ class Run(Batch):
             **moved.per_token(),
             pool_tokens=0 if decoder.pool is None else self.slots,
             pool_bytes=self.plan.pool,
-            compilations_after_warmup=self.late_compilations,
+            compilations_after_warmup=late,
             policy=decoder.policy.name,
             schedule=self.runtime.settings.schedule,
             transfer=decoder.transfer.name,

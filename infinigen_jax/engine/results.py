@@ -57,7 +57,8 @@ class Stats:
 
     Attributes:
         prompt_tokens, new_tokens: totals over all prompts of the run.
-        prompt_tokens_read: prompt tokens processed; those of a shared prefix count once.
+        prompt_tokens_read: prompt tokens processed, excluding cached ones; those of a shared prefix
+            count once.
         prefill_seconds: time to the first token, and to read prompts that joined later.
         decode_seconds, decode_tokens_per_second: time and rate of the whole batch. The first decode
             step, which may compile, is excluded unless it is the only one.

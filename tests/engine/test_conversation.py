@@ -95,7 +95,7 @@ def test_a_turn_gives_what_a_prefill_of_all_that_was_said_gives(name, policy, sc
         assert say(conversation, turn, new, stop) == expected
         said += expected
         assert conversation.tokens == said
-        read = conversation.run.tokens_read  # the last answer's last token among them
+        read = conversation.run.stats().prompt_tokens_read  # also the last answer's last token
         assert len(turn) <= read <= len(turn) + 1
 
 

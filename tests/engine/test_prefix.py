@@ -52,7 +52,7 @@ def test_tokens_equal_those_of_whole_prompts(name):
     # Chunks as long as those of the ends, whose programs are compiled.
     whole = engine(model, policy, prefill_chunk=128, **settings)
     assert run.new_tokens == tokens_of(whole, WHOLE, ignore_eos=True)
-    assert run.tokens_read == len(PREFIX) + sum(map(len, ENDS))
+    assert run.stats().prompt_tokens_read == len(PREFIX) + sum(map(len, ENDS))
     before = compilations()
     prompts = [[*PREFIX, *end[::-1]] for end in ENDS]
     run = made.start(prompts, max_new_tokens=NEW, prefix=len(PREFIX))
@@ -67,7 +67,7 @@ def test_prompts_that_are_admitted_later():
     made, sampling = engine("gqa"), Sampling(temperature=1.0, seed=4)
     run = shared(made, batch=2, sampling=sampling)
     assert run.new_tokens == tokens_of(made, WHOLE, sampling=sampling, ignore_eos=True)
-    assert run.tokens_read == len(PREFIX) + sum(map(len, ENDS))
+    assert run.stats().prompt_tokens_read == len(PREFIX) + sum(map(len, ENDS))
 
 
 @pytest.mark.slow
@@ -78,7 +78,7 @@ def test_where_keys_depend_on_the_prompt_s_length_nothing_is_shared():
         model = with_rope(random_model("one"), **dynamic)
         made = Engine(model, policy=Full(window=4), dense_layers=0)
         run = shared(made)
-        assert run.tokens_read == read
+        assert run.stats().prompt_tokens_read == read
         assert run.new_tokens == tokens_of(made, WHOLE, ignore_eos=True)
 
 
@@ -115,7 +115,7 @@ def test_the_prefix_that_is_given_is_what_is_shared():
     made, longer = engine("gqa"), [[*PREFIX, 7, 8, *end] for end in ENDS]
     for asked, told, ends in ((longer, 141, 2 * len(ENDS)), (WHOLE, 200, 0)):
         run = made.start(asked, max_new_tokens=5, prefix=told)
-        assert run.tokens_read == 141 + sum(map(len, ENDS)) + ends
+        assert run.stats().prompt_tokens_read == 141 + sum(map(len, ENDS)) + ends
     for asked, shared in (([PREFIX] * 2, 140), ([[5], [6, 7]], 0), ([[5, 6, 7], [6, 6, 7]], 0)):
         assert common_prefix(asked) == shared
     assert made.prefix_tokens(PREFIX) == 141 and made.prefix_tokens("") == 0
