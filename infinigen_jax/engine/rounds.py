@@ -62,7 +62,6 @@ class Drafted(NamedTuple):
 
     tokens: Int[Array, "b c"]  # the last token and the drafted ones, then negative numbers
     count: int  # number of drafted tokens
-    newest: Int[Array, " b"]  # the last drafted token
     counts: list[Counts]  # rows selected and moved in each step
     places: list[Any]
     records: list[tuple[Any, ...]]
@@ -130,7 +129,7 @@ class Rounds:
         begun = time.perf_counter()
         drafted = self._draft(given, count, watch)
         # The verification is dispatched later: its dispatch may wait for the device.
-        drafted.newest.block_until_ready()
+        drafted.tokens.block_until_ready()
         between = time.perf_counter()
         judged = self._judge(given, drafted, size_of(count))
         judged.verdict.count.block_until_ready()
@@ -157,7 +156,7 @@ class Rounds:
             token, tokens = draft(decoder, tokens, number, logits, best, given.draws)
         if saved is not None:
             batch.cache = restore(decoder, batch.cache, saved)
-        return Drafted(tokens, count, token, counts, places, records)
+        return Drafted(tokens, count, counts, places, records)
 
     def _judge(self, given: Given, drafted: Drafted, size: int, *, warm_up: bool = False) -> Judged:
         """Dispatch a verification of `size` tokens; no sequence takes part in a `warm_up`."""
@@ -217,7 +216,7 @@ class Rounds:
         for number in range(1 if watch else 1 + TRIED):
             began = time.perf_counter()
             drafted = self._draft(given, self.length.most, watch)
-            drafted.newest.block_until_ready()
+            drafted.tokens.block_until_ready()
             if number:  # the first one compiles
                 self.length.time_draft(drafted.count, time.perf_counter() - began)
         return drafted
