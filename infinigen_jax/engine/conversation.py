@@ -198,7 +198,6 @@ class Conversation:
     @classmethod
     def resume(cls, runtime: Runtime, path: str | Path) -> "Conversation":
         """Resume a saved conversation; see `Engine.resume`."""
-        check_runtime(runtime)
         file = SavedFile(Path(path))
         record = file.record
         try:
