@@ -216,14 +216,6 @@ def replaced(
         yield (Replacement(entry, miss), directory), (where, [hot.slots, hot.used, hot.place]), 0
 
 
-class XlaIndex(IndexFormat):
-    """An index that only XLA scores."""
-
-    @property
-    def by_kernel(self) -> bool:
-        return False
-
-
 def scored(
     b: int, k: int, g: int, r: int, t: int, wide: bool = False, seed: int = 0
 ) -> Iterator[Compared]:
@@ -255,7 +247,7 @@ def left(
 
 
 def _scores_by_xla(query: Array, entries: Array) -> Array:
-    return XlaIndex("int4", query.shape[3]).scores(query, entries)
+    return IndexFormat("int4", query.shape[3]).scores_of_codes(query, entries, None)
 
 
 def _rest_by_xla(
@@ -270,7 +262,7 @@ def _rest_by_xla(
     if not columns:
         return Rest(rest)
     weights = jax.nn.softmax(scores, axis=-1, where=host_only[:, :, None])
-    return Rest(rest, XlaIndex("int4", query.shape[3]).sums(weights, entries, columns))
+    return Rest(rest, IndexFormat("int4", query.shape[3]).sums(weights, entries, columns))
 
 
 def _index(

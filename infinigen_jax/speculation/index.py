@@ -118,17 +118,18 @@ class IndexFormat:
         elif self.by_kernel:
             scores = calls.index_scores(query.astype(jnp.float32), index)
         else:
-            return self._scores_of_codes(query.astype(jnp.float32), index, eligible)
+            return self.scores_of_codes(query.astype(jnp.float32), index, eligible)
         return _masked(scores, eligible)
 
     # One trace serves all layers; it takes half the time of tracing a layer.
     @functools.partial(jax.jit, static_argnums=0)
-    def _scores_of_codes(
+    def scores_of_codes(
         self,
         query: Float[Array, "b k g r"],
         index: UInt32[Array, "b k e t"],
         eligible: Bool[Array, "b kv t"] | None,
     ) -> Float[Array, "b k g t"]:
+        """Return `scores` by an int4 index, computed by XLA."""
         by_word = padded(query, self.code_words * CODES, 0)
         by_word = by_word.reshape(*query.shape[:3], self.code_words, CODES)
         masked = functools.partial(_masked, eligible=eligible)
