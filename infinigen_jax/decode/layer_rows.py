@@ -277,16 +277,15 @@ def attend_requested(
     b, k, g, d = q.shape
     heads, n = b * k, request.slots.shape[2]
     count = request.count.reshape(heads)
-    items, most = compaction.cut_items(count), compaction.most_items(n)
-    at_once = compaction.items_at_once(heads, most)
-    room = heads * most + at_once
+    items = compaction.cut_items(count, n)
+    at_once, most = items.at_once, items.most
     queries = q.reshape(heads, g, d)
     if request.marks is None:
         slots = request.slots.reshape(heads, n)
     else:
         marks = request.marks.reshape(heads, -1)
         counts = compaction.running_counts(marks)
-        starts = compaction.mark_starts(marks, counts, count, items, room)
+        starts = compaction.mark_starts(marks, counts, count, items)
 
     def find(i: Array, head: Array, place: Array, valid: Array) -> Array:
         if request.marks is None:
@@ -299,7 +298,7 @@ def attend_requested(
         return compute_once(search)
 
     def visit(i: Array, results: Any) -> Any:
-        head, place = items.places(i, at_once)
+        head, place = items.places(i)
         valid = place < count[head][:, None]
         place = jnp.minimum(place, n - 1)
         part = packed(read(head, place, find(i, head, place, valid)), valid[None])
@@ -311,10 +310,10 @@ def attend_requested(
             (softmax, part.taken(d) if sums else None),
         )
 
-    taken = jnp.zeros((room, d), jnp.float32) if sums else None
-    empty = start_softmax(jnp.zeros((1, room, g, d), q.dtype))
+    taken = jnp.zeros((items.room, d), jnp.float32) if sums else None
+    empty = start_softmax(jnp.zeros((1, items.room, g, d), q.dtype))
     results: Any = jax.tree.map(lambda x: x[0], empty), taken
-    results = lax.fori_loop(jnp.int32(0), items.loops(at_once), visit, results)
+    results = lax.fori_loop(jnp.int32(0), items.loops, visit, results)
     place = jnp.arange(most, dtype=jnp.int32)[None]
     valid_items = place < items.counts[:, None]
     place = jnp.where(valid_items, items.begin[:, None] + place, 0)

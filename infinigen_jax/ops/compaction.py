@@ -23,48 +23,46 @@ FEW_ITEMS = 8  # work items of an iteration with few rows
 
 
 class WorkItems(NamedTuple):
-    """Number of work items of each of r rows, and up to the end of each row."""
+    """Number of work items of each of r rows, and up to the end of each row; sizes of the loop."""
 
     counts: Int[Array, " r"]
     ends: Int[Array, " r"]
+    most: int  # items of a row
+    at_once: int  # items of an iteration, for rows that need about two items each
 
     @property
     def begin(self) -> Int[Array, " r"]:
         """Index of the first item of each row, or the index it would have."""
         return self.ends - self.counts
 
-    def loops(self, at_once: int) -> Int[Array, ""]:
-        """Return the number of iterations that process all items."""
-        return (self.ends[-1] + (at_once - 1)) // at_once
+    @property
+    def room(self) -> int:
+        """Number of items for which the results of all iterations have room."""
+        return len(self.counts) * self.most + self.at_once
 
-    def places(
-        self, loop: Int[Array, ""], at_once: int
-    ) -> tuple[Int[Array, " p"], Int[Array, "p c"]]:
+    @property
+    def loops(self) -> Int[Array, ""]:
+        """Number of iterations that process all items."""
+        return (self.ends[-1] + (self.at_once - 1)) // self.at_once
+
+    def places(self, loop: Int[Array, ""]) -> tuple[Int[Array, " p"], Int[Array, "p c"]]:
         """Return the p = `at_once` items of an iteration: their rows, and their places in the row.
 
         Items after the last one belong to the last row, with places beyond its request.
         """
-        item = loop * at_once + jnp.arange(at_once, dtype=jnp.int32)
+        item = loop * self.at_once + jnp.arange(self.at_once, dtype=jnp.int32)
         row = jnp.sum(self.ends[None] <= item[:, None], axis=-1, dtype=jnp.int32)
         row = jnp.minimum(row, self.ends.shape[0] - 1)
         first = (item - self.begin[row]) * CHUNK
         return row, first[:, None] + jnp.arange(CHUNK, dtype=jnp.int32)[None]
 
 
-def cut_items(requested: Int[Array, " r"]) -> WorkItems:
-    """Cut the requested number of places of each row into work items."""
+def cut_items(requested: Int[Array, " r"], places: int) -> WorkItems:
+    """Cut the requested number of places of each row, at most `places`, into work items."""
+    rows, most = len(requested), -(-places // CHUNK)
     counts = (requested + (CHUNK - 1)) // CHUNK
-    return WorkItems(counts, jnp.cumsum(counts))
-
-
-def items_at_once(rows: int, most: int) -> int:
-    """Return the number of items of a loop iteration, for rows that need about two items each."""
-    return min(max(FEW_ITEMS, 2 * rows), ITEMS, rows * most)
-
-
-def most_items(places: int) -> int:
-    """Return the largest number of items of a row with at most `places` places."""
-    return -(-places // CHUNK)
+    at_once = min(max(FEW_ITEMS, 2 * rows), ITEMS, rows * most)
+    return WorkItems(counts, jnp.cumsum(counts), most, at_once)
 
 
 def compact(mask: Bool[Array, "b k t"], size: int) -> Int[Array, "b k n"]:
@@ -147,22 +145,19 @@ def compact_together(words: UInt32[Array, "r v"], size: int) -> Int[Array, "r n"
 
     The loop keeps the search out of its consumers; XLA:CPU would drop a barrier before fusion.
     """
-    rows = words.shape[0]
-    at_once = items_at_once(rows, most_items(size))
     counts = running_counts(words)
     requested = jnp.minimum(counts[:, -1], size)
-    items = cut_items(requested)
-    room = rows * most_items(size) + at_once
-    starts = mark_starts(words, counts, requested, items, room)
+    items = cut_items(requested, size)
+    starts = mark_starts(words, counts, requested, items)
 
     def fill(i: Array, positions: Array) -> Array:
-        first = i * at_once
-        row, _ = items.places(i, at_once)
-        marks = marks_at(words, lax.dynamic_slice_in_dim(starts, first, at_once), row)
+        first = i * items.at_once
+        row, _ = items.places(i)
+        marks = marks_at(words, lax.dynamic_slice_in_dim(starts, first, items.at_once), row)
         return lax.dynamic_update_slice_in_dim(positions, marks, first, axis=0)
 
-    positions = jnp.zeros((room, CHUNK), jnp.int32)
-    positions = lax.fori_loop(jnp.int32(0), items.loops(at_once), fill, positions)
+    positions = jnp.zeros((items.room, CHUNK), jnp.int32)
+    positions = lax.fori_loop(jnp.int32(0), items.loops, fill, positions)
     place = jnp.arange(size, dtype=jnp.int32)[None]
     valid = place < requested[:, None]
     place = jnp.where(valid, items.begin[:, None] * CHUNK + place, 0)
@@ -174,7 +169,6 @@ def mark_starts(
     counts: Int[Array, "r v"],
     requested: Int[Array, " r"],
     items: WorkItems,
-    room: int,
 ) -> Int[Array, "j c"]:
     """Return the places of the work items at which the marks of another word begin, for `marks_at`.
 
@@ -182,12 +176,12 @@ def mark_starts(
     where a work item begins. It encodes 1 + the word, the number of its marks before the place, and
     the place in the item, so the entry that applies to a place is the largest up to it. A scatter
     of these few thousand numbers replaces a search per place. int32 suffices for rows of less than
-    2^25 tokens. Each row has its `requested` leading marks. `room` is j, above the number of items:
-    the last place receives discarded writes.
+    2^25 tokens. Each row has its `requested` leading marks. j, the items' `room`, is above their
+    number: the last place receives discarded writes.
     """
     word = lax.broadcasted_iota(jnp.int32, words.shape, 1)
     begin = items.begin[:, None] * CHUNK
-    unused = room * CHUNK - 1  # discarded writes go here, which avoids a branch
+    unused = items.room * CHUNK - 1  # discarded writes go here, which avoids a branch
 
     def entries() -> tuple[tuple[Array, Array], ...]:
         before = counts - lax.population_count(words).astype(jnp.int32)
@@ -200,12 +194,12 @@ def mark_starts(
 
         return entry(before, 0), entry(item, item - before)
 
-    starts = jnp.zeros((room * CHUNK,), jnp.int32)
+    starts = jnp.zeros((items.room * CHUNK,), jnp.int32)
     # Without `compute_once` XLA would compute each entry again, without vectors.
     for place, entry in compute_once(entries):
         put_at = starts.at[place.reshape(-1)]
         starts = put_at.set(entry.reshape(-1), mode="promise_in_bounds")
-    return starts.reshape(room, CHUNK)
+    return starts.reshape(items.room, CHUNK)
 
 
 def marks_at(
