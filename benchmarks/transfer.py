@@ -34,7 +34,7 @@ from infinigen_jax.cuda.launch import CONCURRENT
 from infinigen_jax.ops.span import Span
 from infinigen_jax.planner import bandwidths
 from infinigen_jax.selection.select import Request
-from infinigen_jax.transfer import XlaTransfer
+from infinigen_jax.transfer import Transfer
 
 REPEATS, CALLS = 7, 10  # timed rounds, and consecutive transfers in each
 SIZES = ((512, 1), (144, 1), (272, 1), (64, 1), (4096, 1), (512, 16))  # bytes of a row; GiB of all
@@ -92,13 +92,11 @@ def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:
         "cuda_unavailable": reason,
         "measurements": [],
     }
-    ways: list[tuple[Any, int | None]] = [(XlaTransfer(), None)]
+    ways: list[tuple[Any, int | None]] = [(Transfer(), None)]
     if reason:
         note(f"without the cuda transfer: {reason}")
     else:
-        from infinigen_jax.transfer.cuda import CudaTransfer
-
-        ways = [*((CudaTransfer(blocks=blocks), blocks) for blocks in BLOCKS), *ways]
+        ways = [*((Transfer("cuda", blocks=blocks), blocks) for blocks in BLOCKS), *ways]
     work = random_work()
     for row, gib in SIZES:
         if time.monotonic() >= deadline:

@@ -38,11 +38,11 @@ from infinigen_jax.selection.select import (
     select,
 )
 from infinigen_jax.speculation.index import CODES, IndexFormat
-from infinigen_jax.transfer.cuda import CudaTransfer
+from infinigen_jax.transfer import Transfer
 
 LAYERS, CAPACITY = 3, 2000  # of the host cache
 SLOTS = Slots(4, 32, 64)
-TRANSFER = CudaTransfer()
+TRANSFER = Transfer("cuda")
 
 Fetch = tuple[Array, Request, Array | None, Replacement | None]
 """A layer, the request, and the hot set's rows and replacement or None."""
@@ -92,7 +92,7 @@ def on_cpu(function: Callable[..., Any], *arguments: Any, **constants: Any) -> A
 
 
 @partial(jax.jit, static_argnums=0)
-def move(transfer: CudaTransfer, host: Array, fetch: Fetch) -> list[Array]:
+def move(transfer: Transfer, host: Array, fetch: Fetch) -> list[Array]:
     """Return the rows of a fetch, padded with zeros, and the hot rows."""
     layer, request, hot, where = fetch
     rows, hot = transfer.fetch(host, layer, request, hot, where, default_mesh())
@@ -122,7 +122,7 @@ def gathered(
     w: int,
     dtype: Any,
     steps: int = 4,
-    transfer: CudaTransfer = TRANSFER,
+    transfer: Transfer = TRANSFER,
     capacity: int = CAPACITY,
     spare: int | None = None,
     seed: int = 0,

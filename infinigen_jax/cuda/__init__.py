@@ -1,6 +1,6 @@
 """CUDA kernels, compiled at run time and launched by XLA's programs.
 
-    gather.cu           gather rows from pinned host memory during other work (transfer/cuda.py)
+    gather.cu           gather rows from pinned host memory during other work (transfer/rows.py)
     top.cu, select.cu   select the rows to fetch, in one launch
     replace.cu          update the hot set's directory, in one launch
     tensor.cu, score.cu score a quantised index

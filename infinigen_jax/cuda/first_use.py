@@ -78,7 +78,7 @@ def combination(device: Any) -> str:
 def sources() -> bytes:
     """Return the code of the kernels, of their launch and of the check, and of modules they use."""
     package = resources.files("infinigen_jax")
-    callers = ("check_kernels.py", "transfer/cuda.py", "cache/host_array.py", "ops/attention.py")
+    callers = ("check_kernels.py", "transfer/rows.py", "cache/host_array.py", "ops/attention.py")
     files = [*(package / "cuda").iterdir(), *(package / name for name in callers)]
     named = {file.name: file for file in files if file.name.endswith((".py", ".cu"))}
     return b"\0".join(name.encode() + b"\0" + named[name].read_bytes() for name in sorted(named))

@@ -11,7 +11,7 @@ from infinigen_jax.cache.layers import Local
 from infinigen_jax.cache.pool import Hot
 from infinigen_jax.models import Params
 from infinigen_jax.selection.select import Request
-from infinigen_jax.transfer.xla import FetchedRows
+from infinigen_jax.transfer.rows import FetchedRows
 
 
 class Weights(NamedTuple):
@@ -54,7 +54,7 @@ class Fetched(NamedTuple):
     """Rows requested for a layer, in the host's row format."""
 
     request: Request
-    rows: Shaped[Array, "b k n w"] | None  # None if left in the host cache, `XlaTransfer.in_place`
+    rows: Shaped[Array, "b k n w"] | None  # None if left in the host cache, `Transfer.in_place`
 
 
 class Counts(NamedTuple):

@@ -41,8 +41,7 @@ from infinigen_jax.policies import Policy
 from infinigen_jax.prefill.prefill import chunk_for
 from infinigen_jax.settings.engine import EngineOptions
 from infinigen_jax.settings.setting import options_of
-from infinigen_jax.transfer.cuda import CudaTransfer
-from infinigen_jax.transfer.xla import XlaTransfer
+from infinigen_jax.transfer import Transfer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +201,7 @@ class Planner:
         weights = jax.eval_shape(build, self._shapes)
         decoder = decoders[0]
         if self.machine.separate:
-            transfer = XlaTransfer() if self.arguments.transfer == "xla" else CudaTransfer()
+            transfer = Transfer("xla" if self.arguments.transfer == "xla" else "cuda")
             decoder = dataclasses.replace(decoder, transfer=transfer)
         return decoder, weights
 

@@ -20,7 +20,7 @@ from benchmarks import (
 )
 from benchmarks.startup import usage_of
 from infinigen_jax.settings.engine import WEIGHT_DTYPES
-from infinigen_jax.transfer import XlaTransfer
+from infinigen_jax.transfer import Transfer
 
 
 def test_transfer_needs_a_gpu_and_says_so(capsys):
@@ -40,7 +40,7 @@ def test_transfer_is_measured_alone_and_beside_work(monkeypatch):
     found = np.take_along_axis(np.asarray(host)[0], slots[..., None], axis=2)
     np.testing.assert_array_equal(found, expected)
     work = transfer.random_work((2, 64, 64))
-    entry = transfer.measure_one(XlaTransfer(), host, request, expected, work)
+    entry = transfer.measure_one(Transfer(), host, request, expected, work)
     assert entry["bytes"] == 64 * slots.shape[2] * 144
     assert entry["bytes_per_second"] == pytest.approx(entry["bytes"] * 1e3 / entry["transfer_ms"])
     hidden = 1 + (entry["compute_ms"] - entry["both_ms"]) / entry["transfer_ms"]

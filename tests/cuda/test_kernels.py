@@ -23,7 +23,7 @@ from infinigen_jax.cuda import calls
 from infinigen_jax.cuda.launch import KERNELS
 from infinigen_jax.selection.select import Request
 from infinigen_jax.speculation.index import IndexFormat
-from infinigen_jax.transfer.cuda import CudaTransfer
+from infinigen_jax.transfer import Transfer
 
 pytestmark = emulated_gpu.MARKS
 
@@ -52,7 +52,7 @@ def gathers(*sizes: Any, **options: Any) -> list[partial]:
     return [partial(gathered, *sizes, **options, spare=x) for x in (None, spare)]
 
 
-FEW, MANY = CudaTransfer(1, 32), CudaTransfer(3, 1024)
+FEW, MANY = (Transfer("cuda", blocks=x, threads=y) for x, y in ((1, 32), (3, 1024)))
 DRAWS = (check.tied, signs, wide, partial(some, check.tied), partial(some, wide))
 EDGES = [
     # One row of one vector; requests of all slots, and a hot set without spare rows; long rows.
@@ -117,7 +117,7 @@ def test_nothing_is_written_behind_gathered_rows(hot: bool):
     rows = jnp.zeros((b, k, n, 8), jnp.float32)
     where = Replacement(jnp.zeros((b, k, n), jnp.int32), request.valid)
     directory = (rows, where) if hot else (None, None)
-    fetch = jax.jit(CudaTransfer().fetch, static_argnames="mesh")
+    fetch = jax.jit(Transfer("cuda").fetch, static_argnames="mesh")
     got, _ = fetch(host, jnp.int32(1), request, *directory, mesh=default_mesh())
     padding = np.asarray(got).view(np.uint8)[~np.asarray(request.valid)]
     assert padding.size and (padding == emulated_gpu.UNDEFINED).all()

@@ -15,8 +15,6 @@ from infinigen_jax import check_kernels as check
 from infinigen_jax import cuda
 from infinigen_jax.check_kernels import difference
 from infinigen_jax.transfer import Transfer
-from infinigen_jax.transfer.cuda import CudaTransfer
-from infinigen_jax.transfer.xla import XlaTransfer
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +34,7 @@ SHAPES = [
     (2, 8, 333, 272, jnp.uint8),  # int8
     (1, 2, 50, 144, jnp.uint8),  # int4
 ]
-GRIDS = [CudaTransfer(*grid) for grid in ((1, 32), (3, 96), (132, 1024))]
+GRIDS = [Transfer("cuda", blocks=x, threads=y) for x, y in ((1, 32), (3, 96), (132, 1024))]
 SELECTED = [(1, 8, 1, 5000, 0.05), (3, 2, 4, 33000, 0.1)]
 SCORED = [(2, 8, 4, 128, 8192), (1, 2, 7, 30, 1152)]
 ATTENDED = [(1, 8, 3), (4, 128, 5000), (9, 256, 700, 3.0), (3, 112, 300)]
@@ -75,7 +73,7 @@ def use(monkeypatch: pytest.MonkeyPatch, transfer: Transfer) -> None:
 @pytest.mark.parametrize("name", ["gqa", "gemma2"])
 def test_attention_by_a_kernel_is_that_of_xla(monkeypatch: pytest.MonkeyPatch, name: str):
     scores = []
-    for transfer in (XlaTransfer(), CudaTransfer()):
+    for transfer in (Transfer(), Transfer("cuda")):
         use(monkeypatch, transfer)
         scores.append(scores_of(random_model(name, "bfloat16"), ALL))
     # XLA rounds the weights of attention to bfloat16, by 2^-9 of their size.
@@ -86,8 +84,8 @@ def test_attention_by_a_kernel_is_that_of_xla(monkeypatch: pytest.MonkeyPatch, n
 @pytest.mark.parametrize("schedule", ["fused", "layerwise"])
 @pytest.mark.parametrize("hot_set", [0.0, 1.5])
 def test_generated_tokens_are_those_of_the_reference(monkeypatch, policy, schedule, hot_set):
-    tokens, kernels = [], CudaTransfer()
-    for transfer, size in ((XlaTransfer(), 0.0), (XlaTransfer(), hot_set), (kernels, hot_set)):
+    tokens, kernels = [], Transfer("cuda")
+    for transfer, size in ((Transfer(), 0.0), (Transfer(), hot_set), (kernels, hot_set)):
         use(monkeypatch, transfer)
         made = engine.__wrapped__("gqa", policy, 0, schedule, hot_set=size)
         assert made.decoder.host_layers == 2

@@ -32,7 +32,7 @@ from infinigen_jax.ops.attention import attend, finish_softmax, packed
 from infinigen_jax.ops.compaction import pack_marks
 from infinigen_jax.policies import H2O, InfiniGen, Policy
 from infinigen_jax.selection.select import Request
-from infinigen_jax.transfer import CudaTransfer
+from infinigen_jax.transfer import Transfer
 
 HOT = "hot"  # SPARSE with a hot set
 
@@ -229,7 +229,7 @@ def test_an_option_that_xla_does_not_know_is_left_out(monkeypatch, caplog):
 
 def test_kernels_run_concurrently_where_rows_are_fetched_by_one():
     made = engine("one", ALL).decoder
-    by_kernel = dataclasses.replace(made, transfer=CudaTransfer())
+    by_kernel = dataclasses.replace(made, transfer=Transfer("cuda"))
     assert CONCURRENT.items() <= step_options(by_kernel).items()
     for other in (made, dataclasses.replace(by_kernel, policy=Full())):
         assert not CONCURRENT.keys() & step_options(other).keys()

@@ -23,7 +23,7 @@ from infinigen_jax.numeric import whole_number
 from infinigen_jax.policies import H2O, Full, InfiniGenPaper, Oracle, Policy
 from infinigen_jax.programs.compilations import compilations
 from infinigen_jax.settings.setting import Option, options_of
-from infinigen_jax.transfer import CudaTransfer, XlaTransfer
+from infinigen_jax.transfer import Transfer
 from infinigen_jax.transfer.host_weights import STAYS
 
 PROMPTS = [numbers(37), [7], numbers(21)]  # one shorter than window and sinks together
@@ -146,8 +146,8 @@ def test_only_the_family_decides_about_tokens(name, monkeypatch):
     reference(case.family)
     short_chunks(monkeypatch)
     if case.crosses:
-        monkeypatch.setattr(TRANSFER, lambda name: XlaTransfer())
-        monkeypatch.setattr("infinigen_jax.transfer.xla.CHUNK", 3)  # several of a request
+        monkeypatch.setattr(TRANSFER, lambda name: Transfer())
+        monkeypatch.setattr("infinigen_jax.transfer.rows.CHUNK", 3)  # several of a request
     compare(case, in_place=not case.crosses)
 
 
@@ -170,7 +170,7 @@ class TestAsOnAGpu:
         short_chunks(monkeypatch)
         emulated_gpu.install(monkeypatch)
         # A grid of no other test, so that all programs are new.
-        monkeypatch.setattr(TRANSFER, lambda name: CudaTransfer(threads=256))
+        monkeypatch.setattr(TRANSFER, lambda name: Transfer("cuda", threads=256))
         monkeypatch.setattr(cuda, "in_use", lambda: True)
         monkeypatch.setattr(jax.lax, "platform_dependent", lambda *x, default, **cpu: default(*x))
         compare(CASES[name], in_place=False)

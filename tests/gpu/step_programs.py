@@ -33,14 +33,12 @@ from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill import cudnn_attention as fused_attention
 from infinigen_jax.prefill.compiled import keep, kept, read_layer
 from infinigen_jax.selection.select import Request
-from infinigen_jax.transfer import CudaTransfer, Transfer, XlaTransfer
+from infinigen_jax.transfer import Transfer
 from infinigen_jax.transfer.host_weights import in_host_memory, placement
 
 LAYERS, DENSE, BATCH, CAPACITY, PROMPT = 6, 2, 2, 8192, 128
 FETCHING = range(DENSE - 1, LAYERS - 1)  # layers of the fused step that fetch for the next
-TRANSFERS = pytest.mark.parametrize(
-    "transfer", [XlaTransfer(), CudaTransfer()], ids=["xla", "cuda"]
-)
+TRANSFERS = pytest.mark.parametrize("transfer", [Transfer(), Transfer("cuda")], ids=["xla", "cuda"])
 DTYPE = jnp.dtype(jnp.bfloat16)
 SETTINGS: dict[str, Any] = {"vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 2816}
 SETTINGS |= {"num_heads": 16, "num_kv_heads": 8, "head_dim": 64, "max_positions": CAPACITY}
@@ -85,7 +83,7 @@ def decoder(
 ) -> Decoder:
     policy = dataclasses.replace(POLICY, speculate_from=speculate_from)
     given: dict[str, Any] = {"hot_set": hot_set, "weights_on_host": weights_on == "host"}
-    chosen = transfer or XlaTransfer()
+    chosen = transfer or Transfer()
     return Decoder(config, DTYPE, policy, chosen, DENSE, default_mesh(), **given)
 
 

@@ -11,7 +11,7 @@ from compile_for_gpu import Program, compile_for_gpu, on_device, on_host
 
 from infinigen_jax.cuda import calls, launch, nvrtc
 from infinigen_jax.cuda.launch import KERNELS, TARGET
-from infinigen_jax.transfer.cuda import CudaTransfer
+from infinigen_jax.transfer import Transfer
 
 HOT_SET = 2.0
 HOT_ENTRIES = sp.decoder(hot_set=HOT_SET).hot_entries(sp.CAPACITY)
@@ -30,7 +30,7 @@ def is_fetch(i: hlo.Instruction) -> bool:
 
 @pytest.mark.parametrize("hot_set", [0.0, HOT_SET])
 def test_attention_and_mlp_can_run_during_a_fetch(hot_set: float):
-    program = sp.fused(CudaTransfer(), hot_set)
+    program = sp.fused(Transfer("cuda"), hot_set)
     body = step_of(program)
     fetches = [i for i in body if is_fetch(i)]
     for number, fetch in zip(sp.FETCHING, fetches, strict=True):
@@ -52,7 +52,7 @@ def test_attention_and_mlp_can_run_during_a_fetch(hot_set: float):
 
 
 def test_attention_and_the_mlp_can_run_during_a_fetch_by_what_is_resident():
-    program = sp.fused(CudaTransfer(), HOT_SET, speculate_from="resident")
+    program = sp.fused(Transfer("cuda"), HOT_SET, speculate_from="resident")
     body = step_of(program)
     fetches = [i for i in body if is_fetch(i)]
     for number, fetch in zip(sp.FETCHING, fetches, strict=True):
@@ -68,7 +68,7 @@ def test_attention_and_the_mlp_can_run_during_a_fetch_by_what_is_resident():
 @pytest.mark.parametrize("hot_set", [0.0, HOT_SET])
 def test_a_step_is_one_graph(hot_set: float, tmp_path: Path):
     dump = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
-    sp.fused.__wrapped__(CudaTransfer(), hot_set, options=dump)
+    sp.fused.__wrapped__(Transfer("cuda"), hot_set, options=dump)
     (file,) = tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")
     lines = file.read_text().splitlines()
     assert [line for line in lines if line[:1].isdigit()] == [lines[0]]
@@ -78,7 +78,7 @@ def test_a_step_is_one_graph(hot_set: float, tmp_path: Path):
 
 @pytest.mark.parametrize("hot_set", [0.0, HOT_SET])
 def test_nothing_is_staged_or_copied(hot_set: float):
-    program = sp.fused(CudaTransfer(), hot_set)
+    program = sp.fused(Transfer("cuda"), hot_set)
     assert not hlo.host_copies(program, 1024)
     assert program.memory["host_temp"] == 0
     assert not [copy for copy in hlo.copies(program, 1024) if copy.nbytes >= sp.FETCHED_BYTES]
@@ -89,7 +89,7 @@ def test_nothing_is_staged_or_copied(hot_set: float):
 
 
 def test_a_layer_of_its_own_call_fetches_the_same_way():
-    program = sp.fetching_layer(transfer=CudaTransfer(), hot_set=HOT_SET)
+    program = sp.fetching_layer(transfer=Transfer("cuda"), hot_set=HOT_SET)
     (fetch,) = (i for i in step_of(program) if is_fetch(i))
     mlp = hlo.products(step_of(program), "mlp")
     assert mlp and all(i in hlo.independent(program, fetch) for i in mlp)

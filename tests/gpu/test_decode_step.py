@@ -12,7 +12,7 @@ from compile_for_gpu import Program, compile_for_gpu, on_device
 
 from infinigen_jax.prefill.prior_rows import BLOCK
 from infinigen_jax.sampling import Sampling, sample, settings_of
-from infinigen_jax.transfer import Transfer, XlaTransfer
+from infinigen_jax.transfer import Transfer
 
 BLOCK_BYTES = sp.HEADS * BLOCK * sp.ROW  # of earlier rows that a prompt's layer reads
 CUDNN = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaScaleBiasSoftmax")  # without a mask, with one
@@ -165,7 +165,7 @@ def test_windows_are_updated_in_place(transfer: Transfer):
 
 
 def test_a_layer_with_a_window_hides_the_transfer_for_the_next():
-    program = step(XlaTransfer())
+    program = step(Transfer())
     for number, pair in zip(ON_HOST, sp.row_copies(program), strict=True):
         mlp = [i for i in of_layer(program, number - 1) if "/mlp/" in i.op_name]
         assert len(mlp) >= 4 and all(i in pair.between for i in mlp)

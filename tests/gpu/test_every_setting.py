@@ -24,7 +24,7 @@ from infinigen_jax.decode.steps import steps
 from infinigen_jax.policies import POLICIES, InfiniGen, Policy
 from infinigen_jax.prefill.compiled import read_layer
 from infinigen_jax.programs.program import Program
-from infinigen_jax.transfer import CudaTransfer, XlaTransfer
+from infinigen_jax.transfer import Transfer
 
 pytestmark = pytest.mark.slow
 
@@ -99,7 +99,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Call]:
         return run(program, *arguments, **keywords)
 
     monkeypatch.setattr(Program, "__call__", recorded)
-    monkeypatch.setattr("infinigen_jax.engine.runtime.make_transfer", lambda name: XlaTransfer())
+    monkeypatch.setattr("infinigen_jax.engine.runtime.make_transfer", lambda name: Transfer())
     return found
 
 
@@ -125,7 +125,7 @@ def test_it_compiles(name, policy, given, calls: dict[str, Call], monkeypatch: p
     for call in list(calls.values()):
         compile_for_gpu(call.program, *call.arguments, keywords=call.keywords)
     monkeypatch.setattr(cuda, "in_use", lambda: True)
-    by_kernels = steps(dataclasses.replace(made.decoder, transfer=CudaTransfer()))
+    by_kernels = steps(dataclasses.replace(made.decoder, transfer=Transfer("cuda")))
     again = {
         name: [call for call in calls.values() if call.name == name]
         for name in ("fused", "checked", "read_layer")

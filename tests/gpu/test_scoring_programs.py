@@ -23,7 +23,7 @@ from infinigen_jax.cuda.launch import TARGET
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.layer_rows import HostRows
 from infinigen_jax.selection.select import Request
-from infinigen_jax.transfer import XlaTransfer
+from infinigen_jax.transfer import Transfer
 
 B, K, G, D, T = 8, 8, 4, 128, 16384
 POLICY = InfiniGen()
@@ -54,7 +54,7 @@ def tail(kernels: bool) -> Program:
     """Scores of the tail in blocks, by the layer's own query."""
     heads = {"num_heads": K * G, "num_kv_heads": K, "head_dim": D, "max_positions": T}
     config = dataclasses.replace(sp.CONFIG, **heads)
-    decoder = Decoder(config, sp.DTYPE, POLICY, XlaTransfer(), 0, default_mesh())
+    decoder = Decoder(config, sp.DTYPE, POLICY, Transfer(), 0, default_mesh())
 
     def scores(q: Any, weights: Any, index: Any, request: Request, local: Resident, at: Any):
         own = HostLayer(jnp.int32(0), (), weights, index)

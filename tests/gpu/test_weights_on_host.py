@@ -5,7 +5,6 @@ import step_programs as sp
 from compile_for_gpu import Program
 
 from infinigen_jax.transfer import Transfer
-from infinigen_jax.transfer.cuda import CudaTransfer
 
 MATRICES = len(sp.MOVED)
 # In addition to the weights: activations, fetched rows, and temporaries of the index.
@@ -31,7 +30,7 @@ def test_every_layer_hides_the_copy_of_the_next_ones_weights(transfer: Transfer)
 
 def test_copies_begin_before_attention():
     """With the `cuda` transfer, which waits for no copy."""
-    work = hlo.launched(sp.fused(CudaTransfer(), weights_on="host"))
+    work = hlo.launched(sp.fused(Transfer("cuda"), weights_on="host"))
     starts = [i for i, each in enumerate(work) if each.opcode == "copy-start"]
     assert len(starts) == MATRICES * sp.LAYERS
     for layer in range(1, sp.LAYERS - 1):

@@ -20,7 +20,7 @@ from infinigen_jax.models.linear import Linear, join, split
 from infinigen_jax.models.llama import Embedding, Layer
 from infinigen_jax.models.products import FEW_ROWS, product
 from infinigen_jax.models.small_weights import rows_of
-from infinigen_jax.transfer import XlaTransfer
+from infinigen_jax.transfer import Transfer
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_layer_has_one_product_for_the_three():
 def test_only_where_rows_are_read_in_place(monkeypatch):
     here = engine("gqa")
     assert all("qkv" in layer for layer in here.runtime.weights.params["layers"])
-    monkeypatch.setattr("infinigen_jax.engine.runtime.make_transfer", lambda name: XlaTransfer())
+    monkeypatch.setattr("infinigen_jax.engine.runtime.make_transfer", lambda name: Transfer())
     moved = Engine(here.model, policy=SPARSE, dense_layers=1)
     assert all("qkv" not in layer for layer in moved.runtime.weights.params["layers"])
 

@@ -19,7 +19,7 @@ from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.saved_file import SavedFile
 from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill.compiled import keep_on_device
-from infinigen_jax.transfer import XlaTransfer
+from infinigen_jax.transfer import Transfer
 
 CAPACITY = 1 << 20  # from shapes alone: no index overflows
 
@@ -74,7 +74,7 @@ def test_no_program_converts_a_cache(program, dtype):
 
 def test_a_cache_of_numbers_would_be_converted():
     engine = Engine(random_model("gqa", "bfloat16"), policy=SPARSE, dense_layers=0)
-    decoder = dataclasses.replace(engine.decoder, transfer=XlaTransfer(in_place=False))
+    decoder = dataclasses.replace(engine.decoder, transfer=Transfer(in_place=False))
     engine.runtime = dataclasses.replace(engine.runtime, decoder=decoder)
     cache = cache_shapes(engine.decoder, 1, CAPACITY)
     assert cache.host is not None and cache.host.dtype == jnp.bfloat16

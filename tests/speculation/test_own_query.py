@@ -37,7 +37,7 @@ from infinigen_jax.speculation.query import (
     partial_keys,
     speculation_weights,
 )
-from infinigen_jax.transfer.xla import XlaTransfer
+from infinigen_jax.transfer import Transfer
 
 
 @pytest.mark.slow
@@ -61,7 +61,7 @@ def test_the_engine_chooses_it_where_nothing_has_to_be_moved(monkeypatch):
     assert query_of(InfiniGen(), pool=Pool(tokens=64)) == "own"
     assert query_of(InfiniGen(query="plain")) == "plain"
     assert query_of(InfiniGenPaper()) == "plain"
-    monkeypatch.setattr("infinigen_jax.engine.runtime.make_transfer", lambda name: XlaTransfer())
+    monkeypatch.setattr("infinigen_jax.engine.runtime.make_transfer", lambda name: Transfer())
     assert query_of(InfiniGen()) == "plain"
     assert query_of(InfiniGen(query="own")) == "own"
 

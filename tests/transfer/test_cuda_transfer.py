@@ -18,7 +18,7 @@ from infinigen_jax.cache.host_array import default_mesh
 from infinigen_jax.check_kernels import CAPACITY, LAYERS, random_host, random_request
 from infinigen_jax.engine import runtime
 from infinigen_jax.selection.select import Request
-from infinigen_jax.transfer import CudaTransfer, XlaTransfer, make_transfer
+from infinigen_jax.transfer import Transfer, make_transfer
 
 pytestmark = emulated_gpu.MARKS
 
@@ -47,7 +47,7 @@ def test_slots_that_sequences_share():
         rows = np.stack([np.concatenate([*stored[layer, b:], own], 1) for own in stored[layer, :b]])
         expected = np.take_along_axis(rows, np.asarray(wanted.slots)[..., None], axis=2)
         expected[~np.asarray(wanted.valid)] = 0
-        for transfer in (XlaTransfer(), CudaTransfer()):
+        for transfer in (Transfer(), Transfer("cuda")):
             got = compiled_fetch(transfer, host, jnp.int32(layer), wanted)
             np.testing.assert_array_equal(got, expected)
     assert launched["gather_rows"] == LAYERS
@@ -55,7 +55,7 @@ def test_slots_that_sequences_share():
 
 def test_rows_that_are_not_whole_vectors_are_refused():
     _, host = random_host(1, 1, 6, jnp.float32)
-    given = CudaTransfer(), host, jnp.int32(0), random_request(1, 1, 4, 8, 0)
+    given = Transfer("cuda"), host, jnp.int32(0), random_request(1, 1, 4, 8, 0)
     refuses("rows of 24 bytes", compiled_fetch, *given)
 
 
@@ -64,7 +64,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Return a function that makes engines use the kernels."""
 
     def use() -> None:
-        monkeypatch.setattr(f"{runtime.__name__}.make_transfer", lambda name: CudaTransfer())
+        monkeypatch.setattr(f"{runtime.__name__}.make_transfer", lambda name: Transfer("cuda"))
         monkeypatch.setattr(cuda, "in_use", lambda: True)
         launched.clear()
 
@@ -100,9 +100,9 @@ def test_a_kernel_attends_to_rows_in_bfloat16(by_kernels: Callable[[], None], na
 def test_without_a_gpu_it_says_so_once(caplog: pytest.LogCaptureFixture):
     assert cuda.unavailable() == "JAX sees no NVIDIA GPU" and not cuda.in_use()
     for name in ("auto", "xla"):
-        assert isinstance(make_transfer(name), XlaTransfer)
+        assert make_transfer(name).name == "xla"
     assert not caplog.messages
-    assert isinstance(make_transfer("cuda"), XlaTransfer)
+    assert make_transfer("cuda").name == "xla"
     assert caplog.messages == ["transfer cuda: JAX sees no NVIDIA GPU; using xla instead"]
 
 
@@ -111,5 +111,5 @@ def test_on_a_gpu_it_is_the_default(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cuda, "unavailable", lambda: None)
     assert cuda.in_use()
     for name in ("auto", "cuda"):
-        assert isinstance(make_transfer(name), CudaTransfer)
-    assert isinstance(make_transfer("xla"), XlaTransfer)
+        assert make_transfer(name).name == "cuda"
+    assert make_transfer("xla").name == "xla"
