@@ -1,6 +1,6 @@
 """Compiled functions of prefill: of the cache, and of one layer over a chunk of a prompt.
 
-Those of the cache, up to `kept`, depend on the policy, and donate what they replace. Those of a
+Those of the cache, up to `keep`, depend on the policy, and donate what they replace. Those of a
 chunk, from `embed` to `last_outputs`, are equal for all policies: call them with a decoder's
 `of_chunks`. The functions after them are what programs of a layer are made of.
 """
@@ -22,7 +22,7 @@ from infinigen_jax.cache.layers import (
     storage_error,
     sums_of_values,
 )
-from infinigen_jax.cache.pool import Kept, first_used, held, of_prompt
+from infinigen_jax.cache.pool import Hot, Kept, first_used, held, of_prompt
 from infinigen_jax.decode.compiled import compiled
 from infinigen_jax.decode.compiler_options import chunk_options
 from infinigen_jax.decode.layer import Decoder
@@ -41,21 +41,32 @@ Hosted = tuple[Shaped[Array, "l a k t w"], Int[Array, ""], Any]
 
 
 @compiled(
-    lambda at: Cache(None, at.rows, at.rows, at.batch, at.rows, at.rows),
+    lambda at: Cache(None, at.rows, at.rows, at.batch, at.rows, at.rows, at.rows),
     static_argnames=("batch", "capacity", "slots"),
 )
-def empty(decoder: Decoder, *, batch: int, capacity: int, slots: int) -> Cache:
-    """Return a cache without tokens and without host array."""
+def empty(
+    decoder: Decoder,
+    lengths: Int[Array, " b"] | None = None,
+    *,
+    batch: int,
+    capacity: int,
+    slots: int,
+) -> Cache:
+    """Return a cache without tokens and host array, with pools for prompts of these `lengths`."""
     config, policy, stored = decoder.config, decoder.policy, decoder.row_format
-    k, d = config.num_kv_heads, config.head_dim
+    k, d, limit = config.num_kv_heads, config.head_dim, decoder.pool
     streams = [decoder.streams(i) for i in range(decoder.host_layers)]
+    pool: Any = ()
+    if limit is not None:
+        assert lengths is not None
+        pool = (of_prompt(limit, lengths, k, slots, policy.sinks),) * len(streams)
 
     def local(layer: int) -> Local:
         number, ring = decoder.host_number(layer), decoder.ring_size(layer, capacity)
         if number >= 0:
             blocks = 0
             if policy.has_tail and not streams[number]:
-                blocks = 1 if decoder.pool is not None else decoder.slots.blocks(slots)
+                blocks = 1 if limit is not None else decoder.slots.blocks(slots)
             return Resident.empty(batch, k, d, decoder.slots, decoder.dtype, blocks)
         kind, shape = DenseLayer if ring is None else Sliding, (batch, k, ring or capacity, d)
         return kind(*(jnp.zeros(shape, decoder.kept_dtype) for _ in range(2)))
@@ -68,13 +79,18 @@ def empty(decoder: Decoder, *, batch: int, capacity: int, slots: int) -> Cache:
                 raise ParameterError("policy", problem, policy.name)
         return arrays
 
+    def hot() -> Hot:
+        entries = decoder.empty_hot_set(batch, slots)
+        return entries if limit is None else Kept(first_used(limit, pool[0]), entries)
+
     return Cache(
         None,
         tuple(() if s else state() for s in streams),
         tuple(local(i) for i in range(config.num_layers)),
         jnp.zeros(batch, jnp.int32),
         tuple(stored.no_scales(batch, k) for _ in streams),
-        tuple(None if s else decoder.empty_hot_set(batch, slots) for s in streams),
+        tuple(None if s else hot() for s in streams),
+        pool,
     )
 
 
@@ -135,22 +151,6 @@ def keep(
         state = decoder.policy.observe_queries(state, queries, attention, chunk)
     host = write_span(host, number, encoded, span, decoder.mesh)
     return local, state, scales, host
-
-
-@compiled(lambda at: at.rows, static_argnames="slots")
-def pool(decoder: Decoder, lengths: Int[Array, " b"], *, slots: int) -> Int[Array, "b k t"]:
-    """Return the positions of a layer's pooled prompt rows."""
-    assert decoder.pool is not None
-    heads, sinks = decoder.config.num_kv_heads, decoder.policy.sinks
-    return of_prompt(decoder.pool, lengths, heads, slots, sinks)
-
-
-@compiled(lambda at: at.rows)
-def kept(decoder: Decoder, positions: Int[Array, "b k t"]) -> Kept:
-    """Return what a pool's layer begins with, given the positions of its rows."""
-    assert decoder.pool is not None
-    used = first_used(decoder.pool, positions)
-    return Kept(used, decoder.empty_hot_set(positions.shape[0], positions.shape[2]))
 
 
 @compiled(lambda at: at.batch, static_argnames="size")

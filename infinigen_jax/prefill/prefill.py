@@ -76,17 +76,7 @@ def prefill(
         notify: called after each chunk, if there are several.
         look: called with every stage's output for every chunk, see `decode.finite_check.Places`.
     """
-    cache = empty_cache(decoder, prompts.shape[0], capacity, slots)
-    if cache.host is not None and decoder.pool is not None:
-        # Each layer has a pool of its own, prepared for these prompts.
-        at = Placement(decoder.mesh)
-        placed = jax.device_put(np.asarray(lengths).astype(np.int32), at.batch)
-        pool = programs.pool(decoder, placed, slots=cache.host.shape[3])
-        streams = [decoder.streams(number) for number in range(decoder.host_layers)]
-        cache = cache._replace(
-            hot=tuple(None if s else programs.kept(decoder, pool) for s in streams),
-            pool=tuple(pool.copy() for _ in streams),
-        )
+    cache = empty_cache(decoder, prompts.shape[0], capacity, slots, lengths=lengths)
     return _read(decoder, weights, cache, prompts, lengths, chunk, notify, look)
 
 
@@ -149,14 +139,21 @@ def empty_cache(
     capacity: int,
     slots: int | None = None,
     host: Array | None = None,
+    lengths: Int[np.ndarray | Array, " b"] | None = None,
 ) -> Cache:
-    """Return a cache without tokens, in the `host` array of an unused equal cache if given."""
+    """Return a cache without tokens, in the `host` array of an unused equal cache if given.
+
+    A pool needs the `lengths` of the prompts that fill it.
+    """
     slots = capacity if slots is None else slots
     if decoder.host_layers and host is None:
         stored = decoder.row_format
         shape = (decoder.host_layers, batch, decoder.config.num_kv_heads, slots, stored.width)
         host = allocate_host(shape, stored.storage, decoder.mesh)
-    cache = programs.empty(decoder, batch=batch, capacity=capacity, slots=slots)
+    placed = None
+    if decoder.pool is not None:
+        placed = jax.device_put(np.asarray(lengths, np.int32), Placement(decoder.mesh).batch)
+    cache = programs.empty(decoder, placed, batch=batch, capacity=capacity, slots=slots)
     return cache._replace(host=host)
 
 

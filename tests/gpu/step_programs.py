@@ -31,7 +31,7 @@ from infinigen_jax.models import ModelConfig, blueprint
 from infinigen_jax.models.rope import Rope
 from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill import cudnn_attention as fused_attention
-from infinigen_jax.prefill.compiled import keep, kept, read_layer
+from infinigen_jax.prefill.compiled import empty, keep, read_layer
 from infinigen_jax.selection.select import Request
 from infinigen_jax.transfer import Transfer
 from infinigen_jax.transfer.host_weights import in_host_memory, placement
@@ -193,14 +193,13 @@ def flush() -> Program:
 @functools.cache
 def flush_pool() -> Program:
     """Return the flush into a pool with one slot for each position."""
-    at, cache, on_host = Placement(default_mesh()), _cache(), LAYERS - DENSE
+    at, cache = Placement(default_mesh()), _cache()
     policy = dataclasses.replace(POLICY, tail_tokens=0)
     limited = dataclasses.replace(decoder(), policy=policy, pool=Pool(tokens=CAPACITY))
-    positions = _shaped((BATCH, CONFIG.num_kv_heads, CAPACITY), jnp.int32, at.rows)
-    entries = _placed(kept.of(limited).trace(positions).out_info, at.rows)
-    left = _shaped((BATCH, CONFIG.num_kv_heads, 1, CONFIG.head_dim), jnp.float32, at.rows)
-    local = (*cache.local[:DENSE], *[x._replace(left=left) for x in cache.local[DENSE:]])
-    pooled = cache._replace(hot=(entries,) * on_host, pool=(positions,) * on_host, local=local)
+    sizes = {"batch": BATCH, "capacity": CAPACITY, "slots": CAPACITY}
+    shapes = empty.of(limited).trace(cache.lengths, **sizes).out_info
+    pooled = _placed(shapes._replace(lengths=None), at.rows)
+    pooled = pooled._replace(host=cache.host, lengths=cache.lengths)
     return compile_for_gpu(steps(limited).flush_pool, weights().policy, pooled)
 
 
