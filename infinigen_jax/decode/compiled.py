@@ -12,6 +12,7 @@ class Compiled:
     """Function whose first argument is a decoder, with one `Program` per decoder."""
 
     __name__: str
+    __wrapped__: Callable[..., Any]
 
     def __init__(self, function: Callable[..., Any], out: Any, options: Any, jit: dict[str, Any]):
         functools.update_wrapper(self, function)

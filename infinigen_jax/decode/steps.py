@@ -23,14 +23,21 @@ from jaxtyping import Array, Float, Int
 from infinigen_jax.cache.cache import Cache, HostLayer, ReadCache, StepCache
 from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.cache.layers import Local
-from infinigen_jax.decode.compiler_options import step_options
+from infinigen_jax.decode.compiled import compiled
+from infinigen_jax.decode.compiler_options import chunk_options, step_options
 from infinigen_jax.decode.finite_check import finite_after, first_place
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Carry, Counts, LayerInputs, LayerState, Target, Weights
 from infinigen_jax.models import Params
 from infinigen_jax.programs.program import Program
 from infinigen_jax.selection.select import Request
-from infinigen_jax.transfer.host_weights import await_copy, merged, start_copy, start_next
+from infinigen_jax.transfer.host_weights import (
+    await_copy,
+    in_host_memory,
+    merged,
+    start_copy,
+    start_next,
+)
 
 # Layers of a group. On a CPU, single layers made a step of SmolLM2-135M up to an eighth longer, and
 # four no shorter, but their program took twice the memory and the time to load.
@@ -78,7 +85,7 @@ class Pieces(NamedTuple):
     """Functions that make up a step: traced into one program, or compiled one by one."""
 
     embed: Callable[..., Any]  # (params, tokens, positions) -> carry into the first layer
-    bring: Callable[..., Any]  # (params, x) -> a layer's parameters copied from host memory, and x
+    bring: Callable[..., Any]  # `bring` with the decoder
     first: Callable[..., Any]  # `Decoder.request_first`
     # (inputs, states, carry) -> carry, states, and the next layer's parameters if they are in host
     # memory. Inputs and states are lists, with an item for each layer of a group.
@@ -177,8 +184,10 @@ def step(
     """
     arrays, records = Arrays(decoder, numbers, weights, read, live), []
     carry = pieces.embed(weights.params["embedding"], tokens, live.lengths)
-    params, x = pieces.bring(arrays.stored[0], carry.x)
-    carry = carry._replace(x=x)
+    params = arrays.stored[0]
+    if decoder.weights_on_host:
+        brought, x = pieces.bring(in_host_memory(params), carry.x)
+        params, carry = merged(params, brought), carry._replace(x=x)
     if decoder.requests_first:
         carry = arrays.request_first(pieces.first, params, carry)
     for group in pieces.groups:
@@ -199,14 +208,16 @@ def step(
     return carry.x, arrays.live, carry.counts, tuple(records)
 
 
+@compiled(lambda at: (at.whole, at.batch), chunk_options, donate_argnums=1)
+def bring(
+    decoder: Decoder, params: Any, x: Float[Array, "*b e"]
+) -> tuple[Any, Float[Array, "*b e"]]:
+    """Copy a layer's host parameters to the device, after the computation of x."""
+    return await_copy(*start_copy(params, x))
+
+
 def pieces_of(decoder: Decoder) -> Pieces:
     """Return the pieces of a decoder's step as plain functions."""
-
-    def bring(params: Params, x: Float[Array, "b e"]) -> tuple[Params, Float[Array, "b e"]]:
-        if not decoder.weights_on_host:
-            return params, x
-        brought, x = await_copy(*start_copy(params, x))
-        return merged(params, brought), x
 
     def layer(
         inputs: LayerInputs, state: LayerState, carry: Carry
@@ -229,7 +240,8 @@ def pieces_of(decoder: Decoder) -> Pieces:
             new.append(state)
         return carry, new, upcoming
 
-    return Pieces(decoder.embed, bring, decoder.request_first, layers, single_layers(decoder))
+    plain = functools.partial(bring.__wrapped__, decoder)
+    return Pieces(decoder.embed, plain, decoder.request_first, layers, single_layers(decoder))
 
 
 def single_layers(decoder: Decoder) -> tuple[range, ...]:
@@ -300,13 +312,12 @@ def steps(decoder: Decoder) -> Steps:
     carry = Carry(at.batch, at.rows, counts)
     predicted = (live, at.batch, at.batch, counts)
     whole = Cache(at.host, at.rows, at.rows, at.batch, at.rows, at.rows, at.rows)
-    bring = program(pieces.bring, (at.whole, at.batch)) if decoder.weights_on_host else pieces.bring
     made = Steps(
         fused=program(fused, predicted, donate_argnums=2),
         checked=program(checked, (*predicted, at.batch), donate_argnums=2),
         pieces=Pieces(
             embed=program(pieces.embed, Carry(at.batch, None, counts)),
-            bring=bring,
+            bring=functools.partial(bring, decoder),
             first=program(pieces.first, (carry, at.rows), donate_argnums=1),
             # Fetched rows are not donated: no output could reuse their buffer.
             layers=program(pieces.layers, (carry, at.rows, at.whole), donate_argnums=1),

@@ -33,7 +33,7 @@ from infinigen_jax.ops.bit_storage import from_kept
 from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill.attention import attend_chunk, attention_mass
 from infinigen_jax.prefill.prior_rows import BLOCK, ChunkAttention, PriorRows
-from infinigen_jax.transfer.host_weights import await_copy, start_copy, start_next
+from infinigen_jax.transfer.host_weights import await_copy, start_next
 
 Attend = Callable[[Array, Array, Array], ChunkAttention]  # queries, keys and values of a chunk
 # Rows of a layer on the host: the host array, the layer's index there, and the rows' scales.
@@ -163,14 +163,6 @@ def embed(
     last = decoder.config.max_positions - 1
     positions = jnp.minimum(span.positions(size), last)
     return decoder.blueprint.embedding(params).embed(tokens, positions)
-
-
-@compiled(lambda at: (at.whole, at.batch), donate_argnums=1)
-def bring(
-    decoder: Decoder, params: Any, x: Float[Array, "b c e"]
-) -> tuple[Any, Float[Array, "b c e"]]:
-    """Copy a layer's host parameters to the device, after the computation of x."""
-    return await_copy(*start_copy(params, x))
 
 
 @compiled(

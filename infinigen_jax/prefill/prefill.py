@@ -31,7 +31,7 @@ from infinigen_jax.cache.host_array import Placement, allocate_host
 from infinigen_jax.cache.layers import DenseLayer
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Weights
-from infinigen_jax.decode.steps import flush_cache, host_numbers, steps
+from infinigen_jax.decode.steps import bring, flush_cache, host_numbers, steps
 from infinigen_jax.errors import InputError
 from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill import compiled as programs
@@ -292,7 +292,7 @@ def through_layers(
     for i, params in enumerate(layers):
         stored = tuple(layers[i + 1 : i + 2]) if decoder.weights_on_host else ()
         if upcoming is None and decoder.weights_on_host:
-            upcoming, x = programs.bring(decoder.of_chunks, in_host_memory(params), x)
+            upcoming, x = bring(decoder.of_chunks, in_host_memory(params), x)
         if upcoming is not None:
             params = merged(params, upcoming)
         number, window = decoder.host_number(i), decoder.config.window_of(i)
