@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from infinigen_jax.cache.host_array import read_block
+from infinigen_jax.cache.host_array import capacity_of, read_block
 from infinigen_jax.cache.layers import Resident
 from infinigen_jax.decode.compiler_options import step_options
 from infinigen_jax.decode.layer import Decoder
@@ -58,7 +58,7 @@ def compare(decoder: Decoder, watched: Watched) -> dict[str, Array]:
     config, slots, cap = decoder.config, decoder.slots, decoder.config.attention_softcap
     layer = decoder.blueprint.layer(watched.params)
     q = config.grouped(layer.query(layer.attention_input(watched.before.x), positions))
-    capacity = host.shape[3]
+    capacity = capacity_of(host, len(positions))
     eligible = slots.eligible(positions, capacity)
     rows = read_block(host, place.number, jnp.int32(0), capacity, decoder.mesh, q.shape[0])
     # Slots that were never written may hold NaN, and 0 * NaN is NaN.

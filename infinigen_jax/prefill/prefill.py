@@ -282,9 +282,8 @@ def through_layers(
 
     Weights in host memory arrive during the layer before. `compute` has the results of
     `compiled.read_layer`, and its parameters after the decoder up to `stored`; then come `span` and
-    `others`. A layer's rows may be stored
-    before the next one is computed, by another program: in one program XLA would copy the whole
-    cache between reading prior rows and writing new ones.
+    `others`. A layer's rows may be stored before the next one is computed, by another program: in
+    one program XLA would copy the whole cache between reading prior rows and writing new ones.
     """
     layers, upcoming = weights.params["layers"], None
     look = look or (lambda stage, x, start, count: None)
