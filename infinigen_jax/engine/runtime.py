@@ -12,7 +12,7 @@ from infinigen_jax.cache.row_format import row_format
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Weights
 from infinigen_jax.engine.draft_length import MOST, size_of
-from infinigen_jax.engine.settings import EngineSettings
+from infinigen_jax.engine.settings import EngineSettings, check_fitted
 from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.loading.load import DENSE_UNKNOWN, Model
 from infinigen_jax.models import Params
@@ -164,7 +164,7 @@ def make_decoder(model: Model, settings: EngineSettings, transfer: Transfer, mes
     if hot_set is None:
         hot_set = HOT_SET if transfer.concurrent and policy.reuses else 0.0
     policy = policy.fitted(model, transfer.in_place, settings.pool is not None)
-    policy.check()
+    check_fitted(policy, settings.pool)
     dense = settings.dense_layers
     if dense is None:
         dense = policy.dense_layers

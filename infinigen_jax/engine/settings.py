@@ -76,3 +76,11 @@ def check_pool(pool: Pool | None, policy: Policy) -> None:
         names = listed([name for name, kind in POLICIES.items() if kind.pools])
         others = f"policy {policy.name} cannot have a limit; use {names}"
         raise ParameterError("pool", f"{others}, or set `pools` in a class of your own")
+
+
+def check_fitted(policy: Policy, pool: Pool | None) -> None:
+    """Raise ParameterError if flags of a fitted policy exclude each other or the pool."""
+    policy.check()
+    if pool is not None and policy.tail_block:
+        problem = f"policy {policy.name} cannot have a limit and a `tail_block` of positions"
+        raise ParameterError("pool", f"{problem}; use one mean, or leave the pool out")

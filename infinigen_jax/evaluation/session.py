@@ -144,7 +144,7 @@ class Session:
         """Load the model and check that it supports all configurations."""
         from infinigen_jax.cache.row_format import row_format
         from infinigen_jax.engine.runtime import curves_for
-        from infinigen_jax.engine.settings import check_pool
+        from infinigen_jax.engine.settings import check_fitted, check_pool
         from infinigen_jax.files.user_cache import keep_programs
         from infinigen_jax.loading.load import load, model_folder
         from infinigen_jax.machine.backend import claim_memory
@@ -159,7 +159,7 @@ class Session:
         for configuration in self.chosen:  # refuse now what an engine would refuse later
             check_pool(configuration.pool, configuration.policy)
             fitted = configuration.policy.fitted(model, in_place, configuration.pool is not None)
-            fitted.check()
+            check_fitted(fitted, configuration.pool)
             curves_for(model, fitted)
             row_format(configuration.rows, model.dtype, model.config.head_dim)
         if len(model.config.sliding_layers) == model.config.num_layers:

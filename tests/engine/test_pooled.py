@@ -13,7 +13,7 @@ from tiny import refuses
 from infinigen_jax import Engine, Pool, Run
 from infinigen_jax.cache.layers import Resident
 from infinigen_jax.engine.memory_plan import step_bytes
-from infinigen_jax.policies import POLICIES, Full
+from infinigen_jax.policies import POLICIES, Full, Window
 
 TAIL = dataclasses.replace(SPARSE, tail=True, tail_tokens=0)  # as with every pool
 SMALL = Pool(tokens=18, sinks=3)
@@ -119,6 +119,12 @@ def test_the_limit_is_what_is_allocated():
     assert free.plan.pool == 0 and free.cache.pool == ()
 
 
+class Blocks(Window):
+    """Policy whose tail is by position."""
+
+    has_tail, tail_block = True, 4
+
+
 def test_policies_that_cannot_have_a_limit():
     model = random_model("gqa")
     for name, kind in POLICIES.items():
@@ -129,6 +135,8 @@ def test_policies_that_cannot_have_a_limit():
             message = f"policy {name} cannot have a limit; use full, .* or window"
             refuses(message, Engine, model, policy=policy, pool=SMALL)
     assert {name for name, kind in POLICIES.items() if not kind.pools} == {"h2o", "quest"}
+    message = "policy window cannot have a limit and a `tail_block`"
+    refuses(message, Engine, model, policy=Blocks(), pool=SMALL)
     made = engine("gqa", SPARSE, pool=Pool(tokens=5))
     refuses(r"pool\.tokens 5: .* use at least 6", made.start, RAGGED, max_new_tokens=NEW)
 
