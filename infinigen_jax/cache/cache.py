@@ -67,3 +67,8 @@ class Cache(NamedTuple):
         """Return the cache after a step."""
         states = new.states or self.states
         return self._replace(local=new.local, hot=new.hot, states=states, lengths=new.lengths)
+
+
+def cache_shardings(at: Any) -> Cache:
+    """Return the shardings of a cache, given its `Placement`."""
+    return Cache(at.host, at.rows, at.rows, at.batch, at.rows, at.rows, at.rows)

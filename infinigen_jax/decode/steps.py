@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from infinigen_jax.cache.cache import Cache, HostLayer, ReadCache, StepCache
+from infinigen_jax.cache.cache import Cache, HostLayer, ReadCache, StepCache, cache_shardings
 from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.cache.layers import Local
 from infinigen_jax.decode.compiled import compiled
@@ -311,7 +311,6 @@ def steps(decoder: Decoder) -> Steps:
     counts, live = Counts(at.batch, at.batch), StepCache(at.rows, at.rows, at.rows, at.batch)
     carry = Carry(at.batch, at.rows, counts)
     predicted = (live, at.batch, at.batch, counts)
-    whole = Cache(at.host, at.rows, at.rows, at.batch, at.rows, at.rows, at.rows)
     made = Steps(
         fused=program(fused, predicted, donate_argnums=2),
         checked=program(checked, (*predicted, at.batch), donate_argnums=2),
@@ -327,7 +326,7 @@ def steps(decoder: Decoder) -> Steps:
         flush=program(
             decoder.flush, (at.host, at.rows), donate_argnums=(2, 3), static_argnames="streams"
         ),
-        flush_pool=program(decoder.flush_pool, whole, donate_argnums=1),
+        flush_pool=program(decoder.flush_pool, cache_shardings(at), donate_argnums=1),
     )
     if not decoder.exceeded:
         return made

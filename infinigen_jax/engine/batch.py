@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from infinigen_jax.cache.cache import Cache
+from infinigen_jax.cache.cache import Cache, cache_shardings
 from infinigen_jax.cache.host_array import Placement, read_sequence, shared_slots, write_block
 from infinigen_jax.decode.compiled import compiled
 from infinigen_jax.decode.layer import Decoder
@@ -152,10 +152,6 @@ class Batch(abc.ABC):
         idle = jax.device_put(self.idle, self._at.batch)
         self.cache = self.cache._replace(lengths=_rest(self.decoder, self.cache.lengths, idle))
         self.cached, self._left = np.where(self.idle, 0, self.cached), False
-
-
-def cache_shardings(at: Any) -> Cache:
-    return Cache(at.host, at.rows, at.rows, at.batch, at.rows, at.rows, at.rows)
 
 
 @compiled(lambda at: (cache_shardings(at), at.batch), donate_argnums=0)

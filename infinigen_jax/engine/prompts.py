@@ -22,13 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from infinigen_jax.cache.cache import Cache
+from infinigen_jax.cache.cache import Cache, cache_shardings
 from infinigen_jax.cache.host_array import allocate_host
 from infinigen_jax.decode.compiled import compiled
 from infinigen_jax.decode.finite_check import Places, refuse
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.layer_rows import STREAM_BLOCK
-from infinigen_jax.engine.batch import cache_shardings, copy_slots
+from infinigen_jax.engine.batch import copy_slots
 from infinigen_jax.engine.draft_length import DraftLength
 from infinigen_jax.engine.memory_plan import (
     MemoryPlan,

@@ -30,7 +30,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from infinigen_jax.cache.cache import Cache
+from infinigen_jax.cache.cache import Cache, cache_shardings
 from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.cache.layers import DenseLayer
 from infinigen_jax.decode.compiled import compiled
@@ -39,7 +39,7 @@ from infinigen_jax.decode.finite_check import Places, refuse
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Counts
 from infinigen_jax.decode.steps import Watch
-from infinigen_jax.engine.batch import Batch, Dispatcher, cache_shardings
+from infinigen_jax.engine.batch import Batch, Dispatcher
 from infinigen_jax.engine.draft_length import TRIED, DraftLength, size_of
 from infinigen_jax.engine.sampler import Draws, Sampler
 from infinigen_jax.models import Params

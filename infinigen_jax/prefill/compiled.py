@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from infinigen_jax.cache.cache import Cache
+from infinigen_jax.cache.cache import Cache, cache_shardings
 from infinigen_jax.cache.host_array import capacity_of, read_block, write_span
 from infinigen_jax.cache.layers import (
     DenseLayer,
@@ -40,10 +40,7 @@ Attend = Callable[[Array, Array, Array], ChunkAttention]  # queries, keys and va
 Hosted = tuple[Shaped[Array, "l a k t w"], Int[Array, ""], Any]
 
 
-@compiled(
-    lambda at: Cache(None, at.rows, at.rows, at.batch, at.rows, at.rows, at.rows),
-    static_argnames=("batch", "capacity", "slots"),
-)
+@compiled(cache_shardings, static_argnames=("batch", "capacity", "slots"))
 def empty(
     decoder: Decoder,
     lengths: Int[Array, " b"] | None = None,
