@@ -3,7 +3,6 @@
 Queries are grouped, [b, k, g, d]: g query heads read KV head k. They are already scaled.
 """
 
-import functools
 import itertools
 from typing import NamedTuple
 
@@ -54,17 +53,16 @@ def soft_capped(scores: Float[Array, "*b"], cap: float | Array | None) -> Float[
 
 
 def attend(
-    q: Float[Array, "b k g d"], *parts: Part, cap: float | None = None
+    q: Float[Array, "b k g d"], part: Part, cap: float | None = None
 ) -> Float[Array, "b k g d"]:
-    """Return the attention of one token over the union of several parts."""
-    state, *others = (softmax_over(q, part, cap) for part in parts)
-    return finish_softmax(functools.reduce(join_softmax, others, state), q)
+    """Return the attention of one token over a part."""
+    return finish_softmax(softmax_over(q, part, cap), q)
 
 
 def attend_weighted(
     q: Float[Array, "b k g d"], *parts: Part, tail: Tail | None = None, cap: float | None = None
 ) -> tuple[Float[Array, "b k g d"], list[Float[Array, "b k g n"]]]:
-    """Return `attend`'s output up to rounding, and each part's weights; a tail has the rest."""
+    """Return the attention over several parts, and each part's weights; a tail has the rest."""
     scores = jnp.concatenate([part_scores(q, part, cap) for part in parts], axis=-1)
     ends = list(itertools.accumulate(part.keys.shape[2] for part in parts))
     of_parts = jnp.split(jax.nn.softmax(scores, axis=-1), ends[:-1], axis=-1)

@@ -63,7 +63,7 @@ def test_parts_are_attended_as_one_cache(sizes, group):
     parts = [random_part(n, 10 * n, share=2.0 if i == 0 else 0.6) for i, n in enumerate(sizes)]
     rows = [packed(jnp.concatenate([p.keys, p.values], -1), p.valid) for p in parts]
     tolerance = 1e-5 if sum(sizes) > 4096 else TOLERANCE
-    for output in (attend(q, *parts), attend(q, *rows), joined(q, *parts), joined(q, *rows[::-1])):
+    for output in (joined(q, *parts), joined(q, *rows), joined(q, *rows[::-1])):
         np.testing.assert_allclose(output, dense(q, parts), atol=tolerance)
 
 
@@ -73,7 +73,6 @@ def test_masked_rows_and_parts_never_matter():
     huge = masked._replace(keys=masked.keys * 1e6, values=masked.values * 1e6)
     alone = attend(q, part)
     for other in (masked, huge):
-        np.testing.assert_array_equal(attend(q, part, other), alone)
         for parts in ((other, part), (part, other)):
             np.testing.assert_allclose(joined(q, *parts), alone, atol=TOLERANCE)
 
