@@ -196,7 +196,7 @@ def _selected_by_xla(
 ) -> tuple[Request, Array]:
     eligible = geometry.eligible(positions, scores.shape[3])
     chosen = select(scores, eligible, alpha, most, size)
-    return chosen, group_rank(jnp.where(eligible[:, None, None], scores, -jnp.inf))
+    return chosen, group_rank(jnp.where(eligible[:, :, None], scores, -jnp.inf))
 
 
 def replaced(
@@ -255,7 +255,7 @@ def _rest_by_xla(
 ) -> Rest:
     """Return `log_rest`, also of terms so small that it drops them on a CPU."""
     t = entries.shape[3]
-    host_only = geometry.eligible(positions, t)[:, None] & ~Request(*request).mask(t)
+    host_only = geometry.eligible(positions, t) & ~Request(*request).mask(t)
     scores = jnp.where(host_only[:, :, None], _scores_by_xla(query, entries), -jnp.inf)
     by_block = scores.reshape(*scores.shape[:3], geometry.blocks(t), -1)
     rest = jax.nn.logsumexp(by_block, axis=-1)

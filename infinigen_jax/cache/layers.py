@@ -63,10 +63,10 @@ class Slots(NamedTuple):
         """Return the number of tail blocks of a cache for `capacity` tokens."""
         return -(-capacity // self.tail_block) if self.tail_block else 1
 
-    def eligible(self, current: Int[Array, " b"], capacity: int) -> Bool[Array, "b t"]:
-        """Return the mask of host-only positions: neither sinks nor in the ring."""
-        position = jnp.arange(capacity, dtype=jnp.int32)[None]
-        return (position >= self.sinks) & (position <= current[:, None] - self.window)
+    def eligible(self, current: Int[Array, " b"], capacity: int) -> Bool[Array, "b 1 t"]:
+        """Return the mask of host-only positions, neither sinks nor in the ring, for all heads."""
+        position = jnp.arange(capacity, dtype=jnp.int32)[None, None]
+        return (position >= self.sinks) & (position <= current[:, None, None] - self.window)
 
 
 class DenseLayer(NamedTuple):

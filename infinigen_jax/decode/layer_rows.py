@@ -216,7 +216,7 @@ class HostRows(NamedTuple):
         if self.place.positions is not None:
             return held(self.place.positions, self.positions, self.layout.policy.window) >= 0
         capacity = capacity_of(self.host, len(self.positions))
-        return self.layout.slots.eligible(self.positions, capacity)[:, None]
+        return self.layout.slots.eligible(self.positions, capacity)
 
     def _attend_streamed(self, q: Float[Array, "b k g d"]) -> Float[Array, "b k g d"]:
         layout, cap, batch = self.layout, self.layout.config.attention_softcap, q.shape[0]

@@ -63,26 +63,26 @@ def compare(decoder: Decoder, watched: Watched) -> dict[str, Array]:
     rows = read_block(host, place.number, jnp.int32(0), capacity, decoder.mesh, q.shape[0])
     # Slots that were never written may hold NaN, and 0 * NaN is NaN.
     rows = decoder.row_format.decode(place.scales, rows)
-    rows = jnp.where(eligible[:, None, :, None], rows, 0)
+    rows = jnp.where(eligible[..., None], rows, 0)
     resident = local.part(positions, slots)
 
     def attended(mask: Bool[Array, "b kv t"]) -> tuple[Array, list[Array]]:
         return attend_weighted(q, resident, packed(rows, mask), cap=cap)
 
-    everything, (near, far) = attended(eligible[:, None])
+    everything, (near, far) = attended(eligible)
     request = watched.request(decoder, capacity)
-    fetched = request.mask(capacity) & eligible[:, None]
+    fetched = request.mask(capacity) & eligible
     wanted = request.count
     if isinstance(decoder.policy, Budgeted):  # all that the budget allows
         assert watched.selection is not None
         share = watched.selection.weights.get("share")
         most = decoder.policy.most_rows(positions, capacity, share=share)
-        most = jnp.minimum(most, _entries(eligible))
-        wanted = jnp.broadcast_to(most[:, None], wanted.shape)
+        most = jnp.minimum(most[:, None], _entries(eligible))
+        wanted = jnp.broadcast_to(most, wanted.shape)
     # Rank like the policy `oracle`: the group's softmax over the eligible rows, summed.
-    scores = part_scores(q, packed(rows, eligible[:, None]), cap)
-    scores = jnp.where(eligible[:, None, None], scores, -jnp.inf)
-    best = top_mask(group_rank(scores), wanted) & eligible[:, None]
+    scores = part_scores(q, packed(rows, eligible), cap)
+    scores = jnp.where(eligible[:, :, None], scores, -jnp.inf)
+    best = top_mask(group_rank(scores), wanted) & eligible
     if decoder.policy.has_tail:  # fetched rows, and the tail term for the others
         step_rows = HostRows(decoder, local, positions, None, host, place)
         part = step_rows.fetched_part(watched.before.fetched or Fetched(request, None))

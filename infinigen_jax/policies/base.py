@@ -230,7 +230,7 @@ class Budgeted(BudgetSettings, Policy):
         """Return slots of host-only tokens, per KV head or, with kv = 1, for all heads."""
         if held is not None:
             return held >= 0
-        return Slots(self.sinks, self.window).eligible(positions, capacity)[:, None]
+        return Slots(self.sinks, self.window).eligible(positions, capacity)
 
     def most_rows(
         self,

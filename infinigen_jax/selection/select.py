@@ -117,7 +117,7 @@ def group_rank(scores: Float[Array, "b k g t"]) -> Float[Array, "b k t"]:
 
 def select(
     scores: Float[Array, "b k g t"],
-    eligible: Bool[Array, "b t"] | Bool[Array, "b kv t"] | None,
+    eligible: Bool[Array, "b kv t"] | None,
     alpha: float,
     cap: Int[Array, " b"],
     size: int,
@@ -138,7 +138,6 @@ def select(
             couples the sequences of a batch).
     """
     if eligible is not None:
-        eligible = eligible if eligible.ndim == 3 else eligible[:, None]
         scores = jnp.where(eligible[:, :, None], scores, -jnp.inf)
     passing = group_margin(scores) > -alpha
     count, rank = _entries(passing), group_rank(scores)

@@ -167,7 +167,7 @@ class IndexFormat:
             sizes = blocks, slots.sinks, slots.window, columns
             query = query.astype(jnp.float32)
             return calls.index_rest(query, index, positions, request.slots, request.count, *sizes)
-        eligible = slots.eligible(positions, capacity)[:, None]
+        eligible = slots.eligible(positions, capacity)
         entries = functools.partial(self.sums, index=index, columns=columns) if columns else None
         scores = self.scores(query, index, cap=cap)
         return log_rest(scores, eligible, request, blocks, entries)

@@ -65,7 +65,7 @@ def test_select_against_plain_python(shape, alpha, mode, heads, seed):
     scores = np.round(scores) if rng.random() < 0.5 else scores
     shares, caps = rng.choice([0.0, 0.1, 0.5, 1.0], (b, 1, 1)), rng.choice([0, 1, 3, 33, 33], b)
     eligible = rng.random((b, k if heads == 2 else 1, t)) < shares
-    mask = {None: None, 1: eligible[:, 0], 2: eligible}[heads]
+    mask = None if heads is None else eligible
     eligible = np.broadcast_to(eligible, (b, k, t))
     masked = np.where(eligible[:, :, None], scores, -np.inf)
     rank = np.array(compiled_rank(masked))

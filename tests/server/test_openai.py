@@ -167,7 +167,7 @@ def test_a_heat_map_has_the_fetched_rows_of_each_token(served: Served):
     for cached, info in enumerate(answer[1:], len(prompt["prompt"])):
         assert (info["layers"], info["tokens"]) == (decoder.host_layers, cached)
         heat = np.frombuffer(base64.b64decode(info["heads"]), np.uint8).reshape(-1, cached)
-        eligible = np.asarray(decoder.slots.eligible(jnp.array([cached]), CONTEXT))[0, :cached]
+        eligible = np.asarray(decoder.slots.eligible(jnp.array([cached]), CONTEXT))[0, 0, :cached]
         assert heat.max() <= heads and not heat[:, ~eligible].any()
         shares.append(heat.sum() / (heat.size * heads))
     assert min(shares) > 0 and usage["fetched_fraction"] == pytest.approx(np.mean(shares))

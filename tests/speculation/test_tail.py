@@ -196,7 +196,7 @@ def test_values_that_follow_from_their_keys_are_attended_exactly(dtype, toleranc
     rest = index.log_rest(own, index.encode(entries), request, positions, SLOTS, d)
     # The centre's share of a score is the same for all tokens.
     centre = jnp.einsum("bkgc,kc->bkg", own, weights["centre"])[..., None]
-    there = SLOTS.eligible(positions, t)
+    there = SLOTS.eligible(positions, t)[:, 0]
     less = without_predicted(weights, jnp.asarray(keys), jnp.asarray(values))
     left = jnp.where(there[:, None, :, None], less, 0.0).reshape(b, k, 4, 64, d)
     sums = jnp.sum(left, axis=3)
