@@ -138,6 +138,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--weight-dtype: give --model as well")
     if set(options.systems) & set(LLAMA_CPP) and not options.gguf:
         options.systems = [name for name in options.systems if name not in LLAMA_CPP]
+        if not options.systems:
+            parser.error("--systems: llama.cpp needs --gguf")
     return options
 
 

@@ -33,6 +33,7 @@ from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.memory_plan import plan_cache
 from infinigen_jax.engine.prompts import round_up_capacity
+from infinigen_jax.errors import run_command
 from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill import compiled
 from infinigen_jax.prefill.prefill import chunk_for
@@ -63,10 +64,12 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
     path = options.json or machine.result_path("prefill", options.model)
-    result = measure(options, path)
-    print(table(result))
-    note(f"written to {path}")
-    return 0
+
+    def run() -> None:
+        print(table(measure(options, path)))
+        note(f"written to {path}")
+
+    return run_command(run)
 
 
 def measure(options: argparse.Namespace, path: Path) -> dict[str, Any]:

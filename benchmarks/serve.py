@@ -17,6 +17,7 @@ import argparse
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import http.client
 import itertools
 import json
@@ -24,6 +25,7 @@ import multiprocessing
 import os
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -39,6 +41,7 @@ from benchmarks.machine import describe, note, write_json
 from benchmarks.shapes import SHAPES, peaked_model
 from benchmarks.systems import LLAMA_CPP
 from infinigen_jax.engine.engine import Engine
+from infinigen_jax.errors import InputError, run_command
 from infinigen_jax.loading.load import Model, load
 from infinigen_jax.server.app import Service, create_app
 from infinigen_jax.server.guard import http_config
@@ -136,11 +139,15 @@ def our_server(options: argparse.Namespace, context: int) -> Iterator[Server]:
 
     spawning = multiprocessing.get_context("spawn")
     ours, theirs = spawning.Pipe()
-    process = spawning.Process(target=serve, args=(options, context, theirs), daemon=True)
+    command = functools.partial(serve, options, context, theirs)
+    process = spawning.Process(target=run_command, args=(command,), daemon=True)
     process.start()
     theirs.close()
     try:
-        port, chunk = ours.recv()
+        try:
+            port, chunk = ours.recv()
+        except EOFError:  # it has ended, and said why
+            sys.exit(2)
         server = Server(port, facts=facts, chunk=chunk)
         yield server
     finally:
@@ -262,6 +269,8 @@ def stall(server: Server, make: Any, length: int, long: int) -> dict[str, Any]:
         gaps = np.diff(stream.result())
     step = float(np.median(np.diff(server.stream(make(length, 3), 40))))
     pauses, longest = gaps[gaps > 3 * step], float(gaps.max())
+    if not len(pauses):
+        raise InputError(f"--long {long}: no pause is longer than three steps; raise it")
     chunk_seconds = float(np.median(pauses))
     return {
         "prompt_tokens": long,
@@ -331,11 +340,16 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
+def main() -> int:
     parser = build_parser()
     options = parser.parse_args()
     if "stall" in options.measure and options.system not in OURS:
         parser.error(f"--measure stall: of {' and '.join(OURS)} only; choose streams or turns")
+    return run_command(lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, and add the results to those in the file."""
     longest = {"streams": options.length, "turns": options.turn, "stall": options.long}
     context = max(longest[name] for name in options.measure) + 512
     with running(options, context) as server:
@@ -356,4 +370,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

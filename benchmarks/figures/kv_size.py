@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from benchmarks.figures.common import TITLES, add_evaluation_options, finish, level, measure, over
 from benchmarks.plots import Panel
 from infinigen_jax.cache.row_format import row_format
+from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.report import percent
 from infinigen_jax.evaluation.session import Session
 
@@ -36,6 +37,8 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     session = Session.of(arguments, say)
     # Smaller rows are an alternative to selection; the figure does not combine them.
     session.chosen = [c for c in session.chosen if c.rows == "auto" or c.policy.name == "full"]
+    if not session.chosen:
+        raise InputError("--rows: of the policy full alone; add it, or rows auto")
     lines, quality = measure(session)
     head_dim = session.record["model"]["head_dim"]
     for line in lines:

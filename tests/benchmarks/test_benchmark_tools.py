@@ -30,6 +30,11 @@ def test_transfer_needs_a_gpu_and_says_so(capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_prefill_of_a_missing_model_is_one_line(tmp_path, capsys):
+    assert prefill.main(["--model", str(tmp_path / "missing")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_transfer_is_measured_alone_and_beside_work(monkeypatch):
     """With the transfer that every backend has; rates mean nothing here."""
     monkeypatch.setattr(transfer, "MOVED_BYTES", 1 << 17)

@@ -240,6 +240,12 @@ def test_infinigen_with_other_settings_is_a_system_of_its_own(capsys):
         assert "error: argument --systems" in capsys.readouterr().err
 
 
+def test_llama_cpp_needs_a_file(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        decode.parse(["--systems", "llama.cpp"])
+    assert "llama.cpp needs --gguf" in capsys.readouterr().err
+
+
 @functools.cache
 def model_of(name):
     return shapes.peaked_model(shapes.SHAPES[name], 256, "float32")

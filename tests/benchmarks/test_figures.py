@@ -18,6 +18,7 @@ from infinigen_jax.selection.select import budget_rows
 
 PROSE = "The old man went down to the sea, and nobody asked him where he had been. " * 10
 SMALL = ("--window", "308", "--context", "300", "--batch", "1", "--windows", "1", "--chunk", "4")
+SELECTED_INT8 = ("--policy", "h2o", "--rows", "int8")  # the figure leaves this pair out
 ITEM = {"query": "It rained", "connector": "because", "choices": ["of the sun.", "no."], "gold": 0}
 
 
@@ -187,6 +188,7 @@ def test_bad_input(refused, tmp_path):
     for arguments, message in {
         ("kv-size",): "give either --text F",
         ("skewing", "--text", text, "--tasks", "piqa"): "give either --text F",
+        ("kv-size", "--text", text, "--no-reference", *SELECTED_INT8): "--rows: of the policy full",
         ("chunks",): "--text",
         ("pie",): "pie",
         ("long-context", "--text", text, "--window", "48"): "--window: this figure sets it",
