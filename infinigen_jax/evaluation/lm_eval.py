@@ -139,8 +139,8 @@ class InfiniGenLM(LM):
 
     def _settings(self, request: Any) -> tuple[list[str], int]:
         """Return a request's stop strings, and the number of tokens to generate."""
-        settings = dict(request.args[1])
-        stops = settings.get("until") or []
+        settings = {name: x for name, x in request.args[1].items() if x is not None}
+        stops = settings.get("until", [])
         if settings.get("do_sample") and settings.get("temperature", 1.0) > 0:
             raise InputError("do_sample: this model generates greedily; set it to false")
         size = min(int(settings.get("max_gen_toks", MAX_NEW_TOKENS)), self.growing // 2)

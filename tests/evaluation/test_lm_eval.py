@@ -127,7 +127,8 @@ def test_the_harness():
     assert found[0][0] == pytest.approx(expected(model, Continuation(head, tail))[0], abs=1e-3)
     (total,) = lm.loglikelihood_rolling([Request(("A word.",))], disable_tqdm=True)
     assert found[1][0] == pytest.approx(total, abs=1e-3)
-    asked = [Request(("Once upon a", {"until": ["a"], "max_gen_toks": 8})), Request(("It", {}))]
+    nulls = {"until": None, "max_gen_toks": None}
+    asked = [Request(("Once upon a", {"until": ["a"], "max_gen_toks": 8})), Request(("It", nulls))]
     lm.growing = 64
     first, second = lm.generate_until(asked, disable_tqdm=True)
     texts = Engine(model, policy=Full()).generate(["Once upon a", "It"], max_new_tokens=32).texts
@@ -135,7 +136,8 @@ def test_the_harness():
     assert first == short.split("a")[0] and second == texts[1]
     (behind_nothing,) = lm.generate_until([Request(("", {"max_gen_toks": 4}))], disable_tqdm=True)
     assert behind_nothing
-    refuses("do_sample", lm.generate_until, [Request(("It", {"do_sample": True}))], True)
+    for sampling in ({"do_sample": True}, {"do_sample": True, "temperature": None}):
+        refuses("do_sample", lm.generate_until, [Request(("It", sampling))], True)
     for name in ("quest", "infinigen_jax.policies.quest:Quest"):
         made: Any = InfiniGenLM(policy=name, page=8, budget=0.2, device="cpu", batch_size="auto")
         policy = made.engine.decoder.policy
