@@ -11,8 +11,8 @@ the most likely token is the same.
 
 import argparse
 import math
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float
@@ -29,8 +29,6 @@ HEAD = ["perplexity", "nats/token", "Δ nats", "Δ perplexity", "KL, nats", "sam
 # Number of the full cache's most likely tokens that the divergence distinguishes: 1 KiB per token.
 # At perplexity 25 they hold nine tenths of the probability.
 LIKELIEST = 128
-
-Nats = Float[np.ndarray, "w t"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -86,30 +84,27 @@ def lines_of(measured: Iterable[Measurement], scoring: Scoring) -> list[dict[str
     lines = []
     context, chunk = scoring.settings["context"], scoring.settings["chunk"]
     for line in measured:
-        arrays, compared = line.arrays, None
-        if scoring.reference is not None:
-            compared = Compared(scoring.reference["nats"], arrays["divergence"], arrays["same"])
-        lines.append(line.values | statistics(arrays["nats"], compared, context, chunk))
+        arrays = {"nats": line.arrays["nats"]}
+        if (reference := scoring.reference) is not None:
+            arrays = line.arrays | {"change": arrays["nats"] - reference["nats"]}
+        lines.append(line.values | statistics(arrays, context, chunk))
         if line.values["reference"]:
-            scoring.reference = arrays
+            scoring.reference = line.arrays
     return lines
 
 
-class Compared(NamedTuple):
-    """Predictions compared with the full cache's; `same` is 1 for an equal best token, else 0."""
+def statistics(arrays: Mapping[str, np.ndarray], context: int, chunk: int) -> dict[str, Any]:
+    """Return perplexity, whole and by position from `context`, and its change from a reference.
 
-    nats: Nats
-    divergence: Nats
-    same: Nats
-
-
-def statistics(nats: Nats, compared: Compared | None, context: int, chunk: int) -> dict[str, Any]:
-    """Return perplexity, whole and by position from `context`, and its change from a reference."""
+    Args:
+        arrays: `nats` [w, t]. If compared with a reference, also their `change`, the `divergence`,
+            and `same`, 1 for an equal best token, else 0.
+    """
 
     def part(start: int, end: int) -> dict[str, Any]:
-        part_compared = None if compared is None else Compared(*(x[:, start:end] for x in compared))
-        return _mean(nats[:, start:end], part_compared)
+        return _mean({name: x[:, start:end] for name, x in arrays.items()})
 
+    nats = arrays["nats"]
     total = nats.shape[1]
     ends = [(start, min(start + chunk, total)) for start in range(0, total, chunk)]
     chunks = [{"from": context + a, "to": context + b} | part(a, b) for a, b in ends]
@@ -118,21 +113,21 @@ def statistics(nats: Nats, compared: Compared | None, context: int, chunk: int) 
     return part(0, total) | {"chunks": chunks, "window_nats": windows}
 
 
-def _mean(nats: Nats, compared: Compared | None) -> dict[str, Any]:
+def _mean(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Return means over all tokens, with errors over windows, whose tokens are dependent."""
 
-    def mean_of(numbers: Nats) -> tuple[float, float | None]:
+    def mean_of(name: str) -> tuple[float | None, float | None]:
+        if name not in arrays:
+            return None, None
+        numbers = arrays[name]
         return float(numbers.mean()), mean_and_error(numbers.mean(axis=1))[1]
 
-    mean, error = mean_of(nats)
-    change = change_error = ratio = apart = apart_error = same = None
-    if compared is not None:
-        change, change_error = mean_of(nats - compared.nats)
-        ratio = _exp(change)
-        apart, apart_error = mean_of(compared.divergence)
-        same = float(compared.same.mean())
+    mean, error = mean_of("nats")
+    change, change_error = mean_of("change")
+    apart, apart_error = mean_of("divergence")
+    ratio = _exp(change)
     return {
-        "tokens": nats.size,
+        "tokens": arrays["nats"].size,
         "nats_per_token": mean,
         "standard_error": error,
         "perplexity": _exp(mean),
@@ -141,13 +136,13 @@ def _mean(nats: Nats, compared: Compared | None) -> dict[str, Any]:
         "perplexity_change_percent": None if ratio is None else 100 * (ratio - 1),
         "divergence_nats": apart,
         "divergence_standard_error": apart_error,
-        "same_best_fraction": same,
+        "same_best_fraction": mean_of("same")[0],
     }
 
 
-def _exp(nats: float) -> float | None:
-    """Return exp(nats); None if it overflows, because JSON has no infinity."""
-    return math.exp(nats) if nats < 700 else None
+def _exp(nats: float | None) -> float | None:
+    """Return exp(nats); None without nats, or if it overflows, because JSON has no infinity."""
+    return math.exp(nats) if nats is not None and nats < 700 else None
 
 
 def divergence(

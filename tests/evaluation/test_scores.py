@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from infinigen_jax import Engine, Full, InfiniGenPaper, embedded
 from infinigen_jax.evaluation.answers import answer
-from infinigen_jax.evaluation.perplexity import Compared, divergence, statistics
+from infinigen_jax.evaluation.perplexity import divergence, statistics
 from infinigen_jax.evaluation.recall import study_windows
 from infinigen_jax.evaluation.scoring import score_windows
 from infinigen_jax.evaluation.texts import Text, TokenizedText, tokenize
@@ -110,8 +110,8 @@ def test_chunks_combine_to_the_whole():
     full = rng.exponential(3, (7, 50))
     nats = full + rng.normal(0.01, 0.1, full.shape)
     divergences, same = rng.exponential(0.1, full.shape), rng.integers(0, 2, full.shape)
-    compared = Compared(full, divergences, same * 1.0)
-    result = statistics(nats, compared, context=20, chunk=16)
+    arrays = {"nats": nats, "change": nats - full, "divergence": divergences, "same": same * 1.0}
+    result = statistics(arrays, context=20, chunk=16)
     chunks = result["chunks"]
     assert [(c["from"], c["to"]) for c in chunks] == [(20, 36), (36, 52), (52, 68), (68, 70)]
     assert sum(c["tokens"] for c in chunks) == result["tokens"] == 350
@@ -124,17 +124,18 @@ def test_chunks_combine_to_the_whole():
 def test_differences_are_paired():
     full = np.random.default_rng(0).exponential(3, (6, 40))
     shift = np.linspace(0.01, 0.03, 6)[:, None]
-    compared = Compared(full, np.zeros_like(full), np.ones_like(full))
-    result = statistics(full + shift, compared, context=2, chunk=256)
+    change = np.broadcast_to(shift, full.shape)
+    arrays = {"nats": full + shift, "change": change, "divergence": 0 * full, "same": full**0}
+    result = statistics(arrays, context=2, chunk=256)
     assert result["divergence_nats"] == 0 and result["same_best_fraction"] == 1
     assert result["difference_nats"] == pytest.approx(0.02)
     expected = np.std(shift, ddof=1) / np.sqrt(6)
     assert result["difference_standard_error"] == pytest.approx(expected)
     assert result["standard_error"] > 10 * expected
     assert result["perplexity_change_percent"] == pytest.approx(100 * math.expm1(0.02))
-    alone = statistics(full[:1], None, context=2, chunk=256)
+    alone = statistics({"nats": full[:1]}, context=2, chunk=256)
     assert alone["standard_error"] is None and alone["difference_nats"] is None
-    assert statistics(full + 1000, compared, 2, 256)["perplexity"] is None  # overflow, not infinity
+    assert statistics({"nats": full + 1000}, 2, 256)["perplexity"] is None  # overflow, not infinity
 
 
 def test_windows_are_counted_and_spread():
