@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
-    session = Session.of(arguments, say)
+    session = Session(arguments, say)
     lines, _ = measure(session)
     named = list(zip(labels(lines), lines, strict=True))
 

@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
-    session = Session.of(arguments, say)
+    session = Session(arguments, say)
     # Smaller rows are an alternative to selection; the figure does not combine them.
     session.chosen = [c for c in session.chosen if c.rows == "auto" or c.policy.name == "full"]
     if not session.chosen:

@@ -42,13 +42,13 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
             raise InputError(f"--{given}: this figure sets it; give --length and --kept")
     if any(":" in name for name in arguments.policy):
         raise InputError("--policy: this figure sets the settings of a policy; give its name alone")
-    session = Session.of(arguments, say)
+    session = Session(arguments, say)
     lines: list[dict[str, Any]] = []
     for length in arguments.length or _lengths(session):
         chosen = copy.copy(arguments)
         chosen.window, chosen.context = length, length - length // SCORED
         chosen.policy = [keeping(name, arguments.kept, length) for name in arguments.policy]
-        session = Session.of(chosen, say)
+        session = Session(chosen, say)
         lines += [line | {"length": length} for line in measure(session)[0]]
 
     def panel(title: str, key: str) -> Panel:

@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
-    session = Session.of(arguments, say)
+    session = Session(arguments, say)
     lines, _ = measure(session)
     unlimited = {without_pool(line): line for line in lines if line["settings"]["pool"] == "all"}
     for line in lines:

@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
-    session = Session.of(arguments, say)
+    session = Session(arguments, say)
     lines, quality = measure(session)
     title = TITLES[quality]
     panels = [

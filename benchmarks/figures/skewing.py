@@ -49,10 +49,10 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     skewed = [basis for basis in arguments.bases if basis != "none"]
     session, lines, quality = None, [], ""
     if skewed:
-        session = Session.of(_with_bases(arguments, skewed), say)
+        session = Session(_with_bases(arguments, skewed), say)
         lines, quality = measure(session)
     if "none" in arguments.bases:
-        session = Unskewed.of(_with_bases(arguments, ["svd"]), say)
+        session = Unskewed(_with_bases(arguments, ["svd"]), say)
         session.record["basis"] = "none"  # separates its parts from those of the paper's basis
         plain, quality = measure(session)
         del session.record["basis"]

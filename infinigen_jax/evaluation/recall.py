@@ -41,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
-    session = Session.of(arguments, say)
+    session = Session(arguments, say)
     if any(configuration.pool is not None for configuration in session.chosen):
         raise ParameterError("pool", "recall looks for rows by their position; leave it out")
     model, windows, settings, total = load_windows(session)

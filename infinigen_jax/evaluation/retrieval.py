@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     filler = sentences(GRASS if haystack is None else haystack.content)
     if not filler:
         raise ParameterError("haystack", "no sentences; give some text", given)
-    session = Session.of(arguments, say)
+    session = Session(arguments, say)
     model = session.load()
     positions = model.config.max_positions
     lengths = arguments.length or [positions]

@@ -115,30 +115,22 @@ def add_common_options(parser: argparse.ArgumentParser, batch: int, of: str) -> 
     add("--quiet", action="store_true", help="no progress on stderr")
 
 
-@dataclasses.dataclass
 class Session:
-    """Run of a sub-command.
+    """Run of a sub-command, whose common options are checked before anything is loaded.
 
     The full cache is the first configuration, unless --no-reference is given. `record` becomes the
     result file.
     """
 
-    arguments: argparse.Namespace
-    chosen: list[Configuration]
-    output: Path | None
-    say: Callable[[str], None]
-    record: dict[str, Any]
-    folder: Any = None
-    parts: "Parts | None" = None
-
-    @classmethod
-    def of(cls, arguments: argparse.Namespace, say: Callable[[str], None]) -> "Session":
-        """Check the common options before loading anything."""
-        chosen = configurations(arguments, reference=not arguments.no_reference)
+    def __init__(self, arguments: argparse.Namespace, say: Callable[[str], None]):
+        self.arguments, self.say = arguments, say
+        self.chosen = configurations(arguments, reference=not arguments.no_reference)
         for line in unused_options(arguments):
             say(line)
-        output = checked_output("json", arguments.json)
-        return cls(arguments, chosen, output, say, {"command": arguments.command})
+        self.output = checked_output("json", arguments.json)
+        self.record: dict[str, Any] = {"command": arguments.command}
+        self.folder: Any = None
+        self.parts: Parts | None = None
 
     def load(self) -> "Model":
         """Load the model and check that it supports all configurations."""

@@ -1,5 +1,6 @@
 """The evaluate command line: its measurements and files, and how it refuses bad input."""
 
+import argparse
 import json
 import math
 from pathlib import Path
@@ -98,9 +99,12 @@ def test_table_and_record(tmp_path, text, command):
     assert only(tmp_path, "text.txt") == ["result.json"]
 
 
+def options_of(*arguments: str) -> argparse.Namespace:
+    return evaluate.build_parser().parse_args(["perplexity", "--text", "t", *arguments])
+
+
 def parsed(*arguments: str, reference: bool = True) -> list[Configuration]:
-    options = evaluate.build_parser().parse_args(["perplexity", "--text", "t", *arguments])
-    return configurations(options, reference=reference)
+    return configurations(options_of(*arguments), reference=reference)
 
 
 def test_lists_are_combined():
@@ -177,7 +181,7 @@ def test_what_tells_lines_apart():
 def test_options_that_no_policy_has_are_said(policies, said):
     given = ["--text", "t", "--alpha", "3", "--budget", "0.2", "--policy", *policies]
     lines: list[str] = []
-    Session.of(evaluate.build_parser().parse_args(["perplexity", *given]), lines.append)
+    Session(evaluate.build_parser().parse_args(["perplexity", *given]), lines.append)
     assert lines == said
     if len(policies) == 1:
         arguments = generate.build_parser().parse_args(["--alpha", "3", "--policy", *policies])
@@ -199,10 +203,9 @@ def test_what_comes_to_the_same_is_measured_once_and_options_without_effect_are_
         *("infinigen:count=mean", "infinigen:count=mean,speculate_from=resident"),
         *("infinigen:tail=false,tail_tokens=16", "window"),
     )
-    chosen = parsed(*given, "--prefill-chunk", "64", "--pool-tokens", "all", "20", "--quiet",
-                    "--policy", *policies)  # fmt: skip
+    given += ("--prefill-chunk", "64", "--pool-tokens", "all", "20", "--quiet")
     said: list[str] = []
-    session = Session(chosen[0].options, chosen, None, said.append, {})
+    session = Session(options_of(*given, "--policy", *policies), said.append)
     measured = session.measure(random_model("gqa"), lambda *_: Measurement({}, {}), 1, "x")
     lines = [line.values["settings"] for line in measured]
     assert [(s.get("count"), s.get("alpha"), s["pool"]) for s in lines] == [
@@ -218,7 +221,8 @@ def test_what_comes_to_the_same_is_measured_once_and_options_without_effect_are_
         f"--policy {policies[2]}: tail_tokens",
     ):
         assert any(line.startswith(f"{option}: ") for line in other), option
-    assert sum("equal to an earlier line" in line for line in said) == len(chosen) - len(lines)
+    equal = sum("equal to an earlier line" in line for line in said)
+    assert equal == len(session.chosen) - len(lines)
 
 
 def test_a_hot_set_without_selections_is_said():
@@ -237,8 +241,8 @@ def test_all_orders_of_a_streamed_pool_are_one():
 def test_what_was_measured_before_is_still_compared_with(tmp_path):
     """A resumed run takes the full cache's predictions from its parts."""
     few = [f"window:window=4,sinks=2,budget={budget}" for budget in (0.1, 0.2)]
-    given = ["perplexity", "--text", "t", "--dense-layers", "0", "--policy", "full", *few]
-    arguments = evaluate.build_parser().parse_args([*given, "--quiet"])
+    given = ["--dense-layers", "0", "--policy", "full", *few]
+    arguments = options_of(*given, "--json", str(tmp_path / "result.json"), "--quiet")
     chosen = configurations(arguments, reference=True)
     sizes = {"context": 20, "chunk": 16, "batch": 2, "likeliest": 8}
     windows = np.random.default_rng(3).integers(3, 96, (3, 40)).astype(np.int32)
@@ -246,7 +250,8 @@ def test_what_was_measured_before_is_still_compared_with(tmp_path):
 
     def lines(of: list[Configuration]) -> list[dict[str, Any]]:
         scoring = perplexity.Scoring(windows, sizes)
-        session = Session(arguments, of, tmp_path / "result.json", said.append, {"text": "t"})
+        session = Session(arguments, said.append)
+        session.chosen = of
         measured = session.measure(random_model("one"), scoring, 40, "x")
         return perplexity.lines_of(measured, scoring)
 
@@ -275,7 +280,7 @@ def test_windows_too_short_to_select_are_mentioned(text):
     asked += " --policy h2o window:window=8 --budget 0.1 0.2"
     said: list[str] = []
     arguments = evaluate.build_parser().parse_args(["perplexity", *asked.split()])
-    load_windows(Session.of(arguments, said.append))
+    load_windows(Session(arguments, said.append))
     (line,) = (each for each in said if "selects nothing" in each)
     assert line.startswith("h2o selects nothing: its sinks and 256 recent tokens cover the whole")
 
