@@ -20,6 +20,7 @@ from infinigen_jax.cache.layers import DenseLayer, Resident
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.models import ModelConfig, Params, blueprint, config_from_hf, random_params
 from infinigen_jax.policies import InfiniGen, Policy
+from infinigen_jax.skew.basis import Moments
 from infinigen_jax.skew.tail_moments import block_products
 from infinigen_jax.speculation.index import IndexFormat
 from infinigen_jax.speculation.query import partial_keys, speculate_query, speculation_weights
@@ -79,6 +80,14 @@ def random_basis(kv_heads: int, d: int, seed: int) -> Basis:
     normal = np.random.default_rng(seed).normal(size=(kv_heads, d, d))
     matrix = jnp.asarray(np.linalg.qr(normal)[0], jnp.float32)
     return Basis(matrix, matrix)
+
+
+def moments_of(queries: Any, keys: Any) -> Moments:
+    """Return the moments of a text's queries [t, h, d] and keys [t, k, d], in float64."""
+    k = np.asarray(keys, np.float64)
+    q = np.asarray(queries, np.float64).reshape(len(k), k.shape[1], -1, k.shape[2])
+    query_gram = np.einsum("tkgd,tkge->kde", q, q) / (q.shape[0] * q.shape[2])
+    return Moments(query_gram, np.einsum("tkd,tke->kde", k, k) / len(k), k.mean(axis=0))
 
 
 def tail_moments(config: ModelConfig, params: Params) -> tuple[np.ndarray, np.ndarray]:

@@ -135,17 +135,15 @@ class Calibrator:
             self._stand_ins = (stand_in,)
         self._before = source, attention_input
         # Sum over windows on the host, in float64.
-        query_gram, key_gram, key_sum, *blocks = (
-            np.asarray(s, np.float64).sum(axis=0) for s in sums
-        )
-        if not all(np.isfinite(products).all() for products in (query_gram, key_gram, *blocks)):
+        means = [np.asarray(s, np.float64).sum(axis=0) / self._count for s in sums]
+        if not all(np.isfinite(mean).all() for mean in means):
             raise InputError(
                 f"the weights of layer {self._layers_done - 1} give queries, keys or values that "
                 "are not finite; get them again"
             )
-        means = BlockMoments(*(products / self._count for products in blocks))
-        self.blocks: BlockMoments = self.extend_to_all_positions(means, params)
-        return Moments(self._count, self._config.group_size, query_gram, key_gram, key_sum)
+        query_gram, key_gram, key_mean, *blocks = means
+        self.blocks: BlockMoments = self.extend_to_all_positions(BlockMoments(*blocks), params)
+        return Moments(query_gram / self._config.group_size, key_gram, key_mean)
 
     def ahead(self, params: Params) -> tuple[Params, GuessMoments]:
         """Fit the query of the layer that `layer` ran last to the previous layer's hidden state.
@@ -191,8 +189,8 @@ class Calibrator:
         with np.errstate(invalid="ignore"):
             return np.sqrt(errors / whole).astype(np.float32)
 
-    def extend_to_all_positions(self, sums: Any, params: Params) -> Any:
-        """Extend sums of the layer that `layer` ran last to all positions where the text can start.
+    def extend_to_all_positions(self, moments: Any, params: Params) -> Any:
+        """Extend moments of the layer that ran last to all positions where the text can start.
 
         Not in the paper.
         """
@@ -202,8 +200,8 @@ class Calibrator:
             scales = (np.asarray(params[n]["scale"], np.float64) for n in ("q_norm", "k_norm"))
             factors = [np.where(scale == 0, 1.0, scale) for scale in scales]
         if rope is None or places == 1:
-            return sums
-        return mean_over_positions(sums, rope, places, *factors)
+            return moments
+        return mean_over_positions(moments, rope, places, *factors)
 
 
 @functools.partial(jax.jit, static_argnums=0)

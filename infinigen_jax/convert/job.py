@@ -113,7 +113,7 @@ class Job:
 
     def _calibrate(self, calibrator: Calibrator | None, number: int) -> Any:
         """Run a layer, keep its statistics; return a basis to absorb or a projection to write."""
-        if calibrator is None:
+        if calibrator is None or self.tokens is None:
             return None
         specs = self.specs.layers[number]
         params = self.architecture.complete(number, read_tree(specs, self.sources, jnp.float32))
@@ -124,12 +124,12 @@ class Job:
         balanced = self.skew == "balanced"
         projection, guess = calibrator.ahead(params) if balanced else (None, None)
         losses, blocks = calibrator.loss(params), calibrator.blocks
-        basis, eigenvalues = svd_basis(seen)
+        basis, energies = svd_basis(seen)
         seen = calibrator.extend_to_all_positions(seen, params)
         found = {
             "query_basis": basis,
             "key_basis": basis,
-            "eigenvalues": eigenvalues,
+            "eigenvalues": energies * (self.tokens.count * self.config.group_size),
             "key_mean": seen.key_mean,
             "tail_keys": blocks.key_covariance,
             "tail_values": blocks.cross_covariance,
@@ -141,9 +141,9 @@ class Job:
         }
         if guess is not None:
             found["svd_basis"] = basis
-            found["query_basis"], found["key_basis"], _ = balanced_basis(seen)
+            found["query_basis"], found["key_basis"] = balanced_basis(seen)
             ahead = reduced_rank_basis(seen, guess)
-            found["ahead_query_basis"], found["ahead_key_basis"], _ = ahead
+            found["ahead_query_basis"], found["ahead_key_basis"] = ahead
         if self.absorbs:  # in the coordinates of the cached keys
             found["key_mean"] = np.einsum("kd,kdc->kc", seen.key_mean, basis)
             found["tail_keys"] = np.einsum("kdc,kde,kef->kcf", basis, found["tail_keys"], basis)

@@ -23,54 +23,22 @@ KEY_RIDGE = 1e-5
 
 
 class Moments(NamedTuple):
-    """Sums over calibration tokens of queries and keys, per KV head.
+    """Means over calibration tokens, per KV head, of queries and keys as in the dot product.
 
     Attributes:
-        tokens: number of tokens, without padding.
-        group: query heads per KV head.
-        query_gram: [k, d, d], sum over tokens and the group's heads of q^T q.
-        key_gram: [k, d, d], sum of k^T k.
-        key_sum: [k, d], sum of k.
+        query_gram: [k, d, d], mean over tokens and the group's heads of q^T q.
+        key_gram: [k, d, d], mean of k^T k.
+        key_mean: [k, d], mean of k.
     """
 
-    tokens: int
-    group: int
     query_gram: np.ndarray
     key_gram: np.ndarray
-    key_sum: np.ndarray
-
-    @property
-    def key_mean(self) -> np.ndarray:
-        """Mean key [k, d]."""
-        return self.key_sum / self.tokens
+    key_mean: np.ndarray
 
     @property
     def key_covariance(self) -> np.ndarray:
         """Covariance of the keys [k, d, d]."""
-        mean = self.key_mean
-        return self.key_gram / self.tokens - mean[:, :, None] * mean[:, None, :]
-
-
-def moments(queries: Float[Matrix, "t h d"], keys: Float[Matrix, "t k d"]) -> Moments:
-    """Return the moments of a text.
-
-    Args:
-        queries, keys: vectors of every token as they enter the dot product: after bias, rotation
-            and scale. Exclude padding.
-    """
-    q, k = (_by_kv_head(x, keys.shape[1]) for x in (queries, keys))
-    return Moments(
-        tokens=keys.shape[0],
-        group=queries.shape[1] // keys.shape[1],
-        query_gram=q.swapaxes(1, 2) @ q,
-        key_gram=k.swapaxes(1, 2) @ k,
-        key_sum=k.sum(axis=1),
-    )
-
-
-def _by_kv_head(x: Float[Matrix, "t h d"], kv_heads: int) -> Float[np.ndarray, "k tg d"]:
-    grouped = np.asarray(x, np.float64).reshape(x.shape[0], kv_heads, -1, x.shape[2])
-    return grouped.swapaxes(0, 1).reshape(kv_heads, -1, x.shape[2])
+        return self.key_gram - self.key_mean[:, :, None] * self.key_mean[:, None, :]
 
 
 def svd_basis(statistics: Moments) -> tuple[Float[np.ndarray, "k d d"], Float[np.ndarray, "k d"]]:
@@ -78,7 +46,7 @@ def svd_basis(statistics: Moments) -> tuple[Float[np.ndarray, "k d d"], Float[np
 
     Returns:
         A [k, d, d], orthogonal even if the queries span fewer than d dimensions, columns by
-        descending energy; and the energies s^2 [k, d].
+        descending energy; and the mean energies of a query, s^2 / n of n queries, [k, d].
     """
     energies, basis = np.linalg.eigh(statistics.query_gram)
     energies, basis = energies[:, ::-1], basis[:, :, ::-1]
@@ -87,7 +55,7 @@ def svd_basis(statistics: Moments) -> tuple[Float[np.ndarray, "k d d"], Float[np
 
 def balanced_basis(
     statistics: Moments,
-) -> tuple[Float[np.ndarray, "k d d"], Float[np.ndarray, "k d d"], Float[np.ndarray, "k d"]]:
+) -> tuple[Float[np.ndarray, "k d d"], Float[np.ndarray, "k d d"]]:
     """Return factors that weigh queries and keys alike: the best rank-r scores for every r.
 
     With S = E[q^T q] and Sigma = Cov(k), both with a small ridge, U D V^T = S^(1/2) Sigma^(1/2):
@@ -99,19 +67,18 @@ def balanced_basis(
     q . mean is equal for all keys of a query. Not in the paper.
 
     Returns:
-        B and C, each [k, d, d], and D [k, d], descending: the variance of column i of both.
+        B and C, each [k, d, d]. The variance of column i of both is D_i, descending.
     """
-    queries = statistics.query_gram / (statistics.tokens * statistics.group)
-    query_root, query_inverse = _roots(queries, QUERY_RIDGE)
+    query_root, query_inverse = _roots(statistics.query_gram, QUERY_RIDGE)
     return _factors(query_root, query_inverse, statistics)
 
 
 class GuessMoments(NamedTuple):
-    """Sums over calibration tokens of a predicted query h and the true query q, per KV head.
+    """Means over calibration tokens of a predicted query h and the true query q, per KV head.
 
     Attributes:
-        gram: [k, d, d], sum over tokens and the group's heads of h^T h.
-        cross: [k, d, d], sum of h^T q.
+        gram: [k, d, d], mean over tokens and the group's heads of h^T h.
+        cross: [k, d, d], mean of h^T q.
     """
 
     gram: np.ndarray
@@ -122,12 +89,18 @@ def guess_moments(
     guesses: Float[Matrix, "t h d"], queries: Float[Matrix, "t h d"], kv_heads: int
 ) -> GuessMoments:
     h, q = (_by_kv_head(x, kv_heads) for x in (guesses, queries))
-    return GuessMoments(h.swapaxes(1, 2) @ h, h.swapaxes(1, 2) @ q)
+    count = h.shape[1]
+    return GuessMoments(h.swapaxes(1, 2) @ h / count, h.swapaxes(1, 2) @ q / count)
+
+
+def _by_kv_head(x: Float[Matrix, "t h d"], kv_heads: int) -> Float[np.ndarray, "k tg d"]:
+    grouped = np.asarray(x, np.float64).reshape(x.shape[0], kv_heads, -1, x.shape[2])
+    return grouped.swapaxes(0, 1).reshape(kv_heads, -1, x.shape[2])
 
 
 def reduced_rank_basis(
     statistics: Moments, guess: GuessMoments
-) -> tuple[Float[np.ndarray, "k d d"], Float[np.ndarray, "k d d"], Float[np.ndarray, "k d"]]:
+) -> tuple[Float[np.ndarray, "k d d"], Float[np.ndarray, "k d d"]]:
     """Return the factors of `balanced_basis` for a query h that predicts the true query q.
 
     With S = E[h^T h], R = E[h^T q] and Sigma = Cov(k), U D V^T = S^(-1/2) R Sigma^(1/2):
@@ -139,22 +112,21 @@ def reduced_rank_basis(
     is poor receive little weight. Not in the paper.
 
     Returns:
-        B and C, each [k, d, d], and D [k, d], descending. The residual of r columns is
-        tr(E[q^T q] Sigma) minus the sum of the first r squares of D.
+        B and C, each [k, d, d]. The residual of r columns is tr(E[q^T q] Sigma) minus the sum of
+        the first r squares of D, which descends.
     """
-    count = statistics.tokens * statistics.group
-    _, guess_inverse = _roots(guess.gram / count, QUERY_RIDGE)
-    return _factors(guess_inverse @ (guess.cross / count), guess_inverse, statistics)
+    _, guess_inverse = _roots(guess.gram, QUERY_RIDGE)
+    return _factors(guess_inverse @ guess.cross, guess_inverse, statistics)
 
 
 def _factors(
     root: np.ndarray, inverse: np.ndarray, statistics: Moments
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return B, C and D of `root` Sigma^(1/2) = U D V^T, with S^(-1/2) as `inverse`."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return B and C of `root` Sigma^(1/2) = U D V^T, with S^(-1/2) as `inverse`."""
     key_root, key_inverse = _roots(statistics.key_covariance, KEY_RIDGE)
     u, singular, vt = np.linalg.svd(root @ key_root)
     v, scale = vt.swapaxes(1, 2), np.sqrt(singular)[:, None, :]
-    return inverse @ u * scale, key_inverse @ v * scale, singular
+    return inverse @ u * scale, key_inverse @ v * scale
 
 
 def absorb(

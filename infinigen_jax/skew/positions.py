@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Float
 
 from infinigen_jax.models.rope import Rope
-from infinigen_jax.skew.basis import GuessMoments
+from infinigen_jax.skew.basis import GuessMoments, Moments
 from infinigen_jax.skew.tail_moments import BlockMoments
 
 Factors = float | Float[np.ndarray, " d"]  # on the columns of rotated vectors; not zero
@@ -34,19 +34,19 @@ def offsets(rope: Rope | None, max_positions: int, length: int) -> int:
 
 
 def mean_over_positions(
-    sums: Any, rope: Rope, number: int, query: Factors = 1.0, key: Factors = 1.0
+    moments: Any, rope: Rope, number: int, query: Factors = 1.0, key: Factors = 1.0
 ) -> Any:
     """Return the mean of moments, of one of the three kinds, over positions 0 .. number - 1."""
-    if isinstance(sums, GuessMoments):
-        return GuessMoments(*(_mean_products(product, rope, number, query) for product in sums))
-    if isinstance(sums, BlockMoments):  # values are not rotated
-        turned = _mean_sums(sums.cross_covariance.swapaxes(1, 2), rope, number, key)
-        keys = _mean_products(sums.key_covariance, rope, number, key)
+    if isinstance(moments, GuessMoments):
+        return GuessMoments(*(_mean_products(product, rope, number, query) for product in moments))
+    if isinstance(moments, BlockMoments):  # values are not rotated
+        turned = _mean_vectors(moments.cross_covariance.swapaxes(1, 2), rope, number, key)
+        keys = _mean_products(moments.key_covariance, rope, number, key)
         return BlockMoments(keys, turned.swapaxes(1, 2))
-    return sums._replace(
-        query_gram=_mean_products(sums.query_gram, rope, number, query),
-        key_gram=_mean_products(sums.key_gram, rope, number, key),
-        key_sum=_mean_sums(sums.key_sum, rope, number, key),
+    return Moments(
+        query_gram=_mean_products(moments.query_gram, rope, number, query),
+        key_gram=_mean_products(moments.key_gram, rope, number, key),
+        key_mean=_mean_vectors(moments.key_mean, rope, number, key),
     )
 
 
@@ -67,12 +67,12 @@ def _mean_products(
     return np.concatenate([upper, lower], axis=-2)[..., back, :][..., back] / 2 * scale
 
 
-def _mean_sums(
-    sums: Float[np.ndarray, "*k d"], rope: Rope, number: int, factors: Factors
+def _mean_vectors(
+    vectors: Float[np.ndarray, "*k d"], rope: Rope, number: int, factors: Factors
 ) -> Float[np.ndarray, "*k d"]:
-    """Return the mean over D of R_D s."""
-    order, turns = _pairs(rope, sums.shape[-1])
-    x, y = np.split((sums / factors)[..., order], 2, axis=-1)
+    """Return the mean over D of R_D v."""
+    order, turns = _pairs(rope, vectors.shape[-1])
+    x, y = np.split((vectors / factors)[..., order], 2, axis=-1)
     turned = (x + 1j * y) * _mean_turn(turns, number)
     return np.concatenate([turned.real, turned.imag], axis=-1)[..., np.argsort(order)] * factors
 

@@ -15,6 +15,7 @@ from runtime import (
     check_speculated_logits,
     counts_of,
     finished,
+    moments_of,
     random_basis,
     random_model,
     scores_of,
@@ -30,7 +31,7 @@ from infinigen_jax.loading.load import DENSE_UNKNOWN
 from infinigen_jax.models.forward import causal_attention
 from infinigen_jax.ops.attention import attend
 from infinigen_jax.settings.policy import SOURCES
-from infinigen_jax.skew.basis import balanced_basis, moments
+from infinigen_jax.skew.basis import balanced_basis
 from infinigen_jax.speculation.query import (
     choose_source,
     own_query,
@@ -75,7 +76,7 @@ def test_a_narrow_index_tells_of_a_true_query_what_it_can():
     mixed = rng.normal(size=(2, k, d, d)) * spread[:, None]
     keys = np.einsum("tkd,kde->tke", rng.normal(size=(2000, k, d)), mixed[0])
     queries = np.einsum("tkd,kde->tke", rng.normal(size=(2000, k, d)), mixed[1])
-    ours, theirs, _ = balanced_basis(moments(queries, keys))
+    ours, theirs = balanced_basis(moments_of(queries, keys))
     pair = Basis(jnp.asarray(ours, jnp.float32), jnp.asarray(theirs, jnp.float32))
     model = dataclasses.replace(
         model, skew="balanced", bases=(pair,) * config.num_layers, key_mean=None
