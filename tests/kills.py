@@ -59,6 +59,7 @@ def conversion(folder: Path) -> tuple[Callable[[], None], Callable[[], str]]:
     """Converting FOLDER/llama over the conversion that is in FOLDER/out."""
     from infinigen_jax.checkpoint.manifest import read_manifest, verify_files
     from infinigen_jax.convert.pipeline import convert
+    from infinigen_jax.loading.conversion_cache import remembered_hashes
 
     out = folder / "out"
 
@@ -67,7 +68,7 @@ def conversion(folder: Path) -> tuple[Callable[[], None], Callable[[], str]]:
 
     def check() -> str:
         manifest = read_manifest(out)
-        verify_files(out, manifest)
+        verify_files(out, manifest, remembered_hashes)
         return manifest.dtype
 
     return work, check

@@ -97,14 +97,8 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def sha256_of(files: Mapping[str, Path]) -> dict[str, str]:
-    return {name: file_sha256(file) for name, file in files.items()}
-
-
 def verify_files(
-    folder: Path,
-    manifest: Manifest,
-    hashes_of: Callable[[Mapping[str, Path]], Mapping[str, str]] = sha256_of,
+    folder: Path, manifest: Manifest, hashes_of: Callable[[Mapping[str, Path]], Mapping[str, str]]
 ) -> None:
     """Compare the size and SHA-256 of every file, as `hashes_of` returns it, with the manifest."""
     paths = {name: folder / name for name in manifest.files}

@@ -23,7 +23,6 @@ from infinigen_jax.checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
     file_sha256,
-    sha256_of,
 )
 from infinigen_jax.checkpoint.source import content_files, is_gguf
 from infinigen_jax.errors import InputError
@@ -81,7 +80,7 @@ def remembered_hashes(files: Mapping[str, Path]) -> dict[str, str]:
     try:
         index = cache_root() / HASHES
     except OSError:
-        return sha256_of(files)
+        return {name: file_sha256(file) for name, file in files.items()}
     return _hashes(files, index)
 
 
