@@ -105,6 +105,6 @@ def map_file(path: Path) -> mmap.mmap | bytes:
 
 def release_pages(mapped: mmap.mmap | bytes, begin: int, end: int) -> None:
     """Drop the pages of a mapped range, which count as memory of the process once they are read."""
-    if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+    if isinstance(mapped, mmap.mmap):
         begin -= begin % mmap.PAGESIZE
         mapped.madvise(mmap.MADV_DONTNEED, begin, end - begin)

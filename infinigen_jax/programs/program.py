@@ -151,7 +151,7 @@ def environment() -> str:
     numerics = [getattr(jax.config, name) for name in names]
     versions = jax.__version__, importlib.metadata.version("jaxlib")
     # XLA divides loops among the processor's cores.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = len(os.sched_getaffinity(0))
     return repr((_SOURCE, versions, processor(), cores, flags, numerics))
 
 
