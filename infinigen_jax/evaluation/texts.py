@@ -40,39 +40,33 @@ class Text:
         return cls(Path(path).name, content, hashlib.sha256(content.encode()).hexdigest())
 
 
-@dataclasses.dataclass(frozen=True)
-class TokenizedText:
-    """Tokens of a text, and the special tokens that the tokenizer adds before a prompt."""
-
-    prefix: tuple[int, ...]
-    tokens: Int[np.ndarray, " t"]
-
-    def windows(self, size: int) -> int:
-        """Return the number of windows of `size` tokens, including the prefix."""
-        return len(self.tokens) // (size - len(self.prefix))
-
-    def cut(self, size: int, most: int | None = None) -> Int[np.ndarray, "w n"]:
-        """Return windows of `size` tokens, each with the prefix, at most `most`, evenly sampled."""
-        available, length = self.windows(size), size - len(self.prefix)
-        if not available:
-            total = len(self.tokens) + len(self.prefix)
-            remedy = f"lower it to at most {total}, or give a longer `text`"
-            remedy = remedy if total >= SMALLEST_WINDOW else "give a longer `text`"
-            raise ParameterError("window", f"the text has only {total} tokens; {remedy}", size)
-        count = available if most is None else min(most, available)
-        rows = np.arange(count) * available // count
-        chosen = self.tokens[: available * length].reshape(available, length)[rows]
-        prefix = np.tile(np.array(self.prefix, np.int32), (count, 1))
-        return np.concatenate([prefix, chosen], axis=1)
+def cut(
+    prefix: Sequence[int], tokens: Int[np.ndarray, " t"], size: int, most: int | None = None
+) -> Int[np.ndarray, "w n"]:
+    """Return windows of `size` tokens, each with the prefix, at most `most`, evenly sampled."""
+    length = size - len(prefix)
+    available = len(tokens) // length
+    if not available:
+        total = len(tokens) + len(prefix)
+        remedy = f"lower it to at most {total}, or give a longer `text`"
+        remedy = remedy if total >= SMALLEST_WINDOW else "give a longer `text`"
+        raise ParameterError("window", f"the text has only {total} tokens; {remedy}", size)
+    count = available if most is None else min(most, available)
+    rows = np.arange(count) * available // count
+    chosen = tokens[: available * length].reshape(available, length)[rows]
+    return np.concatenate([np.tile(np.array(prefix, np.int32), (count, 1)), chosen], axis=1)
 
 
-def tokenize(text: Text, tokenizer: Any, vocabulary: int) -> TokenizedText:
+def tokenize(
+    text: Text, tokenizer: Any, vocabulary: int
+) -> tuple[list[int], Int[np.ndarray, " t"]]:
+    """Return the special tokens that begin every prompt, and the tokens of a text."""
     # The prefix is the special tokens before any text, without those after it.
     plain = tokenizer.encode("a", add_special_tokens=False)
     prefix = prefixed(tokenizer, "a")[: -len(plain)] if plain else []
     tokens = tokenizer.encode(text.content, add_special_tokens=False)
     check_vocabulary("text", [*prefix, *tokens], vocabulary)
-    return TokenizedText(tuple(prefix), np.array(tokens, np.int32))
+    return prefix, np.array(tokens, np.int32)
 
 
 def prefixed(tokenizer: Any, text: str) -> list[int]:
@@ -169,8 +163,8 @@ def cut_windows(
         )
     if problem:
         raise ParameterError("context", problem, context)
-    tokens = tokenize(text, model.tokenizer, model.config.vocab_size)
-    windows = tokens.cut(size, arguments.windows)
+    prefix, tokens = tokenize(text, model.tokenizer, model.config.vocab_size)
+    windows = cut(prefix, tokens, size, arguments.windows)
     settings = {
         "window": size,
         "context": context,
@@ -182,8 +176,8 @@ def cut_windows(
         "file": text.name,
         "sha256": text.sha256,
         "characters": len(text.content),
-        "tokens": len(tokens.tokens),
-        "prefix_tokens": len(tokens.prefix),
-        "windows": tokens.windows(size),
+        "tokens": len(tokens),
+        "prefix_tokens": len(prefix),
+        "windows": len(tokens) // (size - len(prefix)),
     }
     return windows, {"text": described, "settings": settings}

@@ -18,7 +18,7 @@ from infinigen_jax.evaluation.answers import answer
 from infinigen_jax.evaluation.perplexity import divergence, statistics
 from infinigen_jax.evaluation.recall import study_windows
 from infinigen_jax.evaluation.scoring import score_windows
-from infinigen_jax.evaluation.texts import Text, TokenizedText, tokenize
+from infinigen_jax.evaluation.texts import Text, cut, tokenize
 
 CONTEXT = 12
 WINDOWS = np.random.default_rng(3).integers(3, 96, (5, 40)).astype(np.int32)
@@ -139,16 +139,15 @@ def test_differences_are_paired():
 
 
 def test_windows_are_counted_and_spread():
-    tokens = TokenizedText((1,), np.arange(100, dtype=np.int32))
-    assert tokens.windows(11) == 10 and tokens.windows(12) == 9
-    windows = tokens.cut(11)
+    tokens = np.arange(100, dtype=np.int32)
+    windows = cut((1,), tokens, 11)
     assert windows.shape == (10, 11) and windows.dtype == np.int32
     assert (windows[:, 0] == 1).all() and (windows[:, 1:].ravel() == np.arange(100)).all()
-    assert tokens.cut(11, 4)[:, 1].tolist() == [0, 20, 50, 70]
-    assert tokens.cut(11, 99).shape == (10, 11)
-    assert TokenizedText((), np.arange(100, dtype=np.int32)).cut(10).shape == (10, 10)
-    refuses("only 101 tokens; lower it to at most 101", tokens.cut, 102)
-    refuses("give a longer `text`$", TokenizedText((1,), np.zeros(1, np.int32)).cut, 3)
+    assert cut((1,), tokens, 11, 4)[:, 1].tolist() == [0, 20, 50, 70]
+    assert cut((1,), tokens, 11, 99).shape == (10, 11) and cut((1,), tokens, 12).shape == (9, 12)
+    assert cut((), tokens, 10).shape == (10, 10)
+    refuses("only 101 tokens; lower it to at most 101", cut, (1,), tokens, 102)
+    refuses("only 2 tokens; give a longer `text`", cut, (1,), np.zeros(1, np.int32), 3)
 
 
 def test_text_with_a_mark_and_odd_characters(tmp_path):
@@ -160,10 +159,10 @@ def test_text_with_a_mark_and_odd_characters(tmp_path):
     assert text.content == "a\nb\nc\nd\n\n" + odd
     assert text.name == "text.txt" and len(text.sha256) == 64
     tokenizer = AutoTokenizer.from_pretrained(str(embedded()))
-    tokens = tokenize(text, tokenizer, 1024)
-    assert tokenizer.decode(tokens.tokens.tolist()) == text.content
+    prefix, tokens = tokenize(text, tokenizer, 1024)
+    assert tokenizer.decode(tokens.tolist()) == text.content
     # As a prompt of the generate command.
-    assert [*tokens.prefix, *tokens.tokens.tolist()] == tokenizer.encode(text.content)
+    assert [*prefix, *tokens.tolist()] == tokenizer.encode(text.content)
     refuses("not among the model.s 5 tokens; use its own tokenizer", tokenize, text, tokenizer, 5)
 
 
