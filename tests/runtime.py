@@ -30,7 +30,6 @@ HF: dict[str, dict[str, Any]] = {
     "opt": {"model_type": "opt", "ffn_dim": 24},
     # For tests that do not depend on transitions between layers: little to compile.
     "one": {"model_type": "llama", "num_key_value_heads": 2, "num_hidden_layers": 1},
-    "opt-one": {"model_type": "opt", "ffn_dim": 24, "num_hidden_layers": 1},
     "three": {"model_type": "llama", "num_key_value_heads": 2, "num_hidden_layers": 3},
     "qwen2": {"model_type": "qwen2", "num_key_value_heads": 2},
     "qwen2-one": {"model_type": "qwen2", "num_key_value_heads": 2, "num_hidden_layers": 1},

@@ -177,8 +177,7 @@ def test_every_format(tmp_path):
         assert file.tensors["second"].shape == (3, 2 * block)
         expected = quants.dequantize(data, kind)
         np.testing.assert_array_equal(file.read("second").astype(np.float32), expected)
-    assert refused == {"I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K", "Q1_0"} & refused
-    assert len(refused) < 10
+    assert refused <= {"I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K", "Q1_0"}
 
 
 def test_a_conversion_keeps_tokenizer_template_and_ends_of_turns(tmp_path):

@@ -219,17 +219,18 @@ def test_commands_take_a_model_of_the_hub(hub, tmp_path):
     REPOSITORIES["org/real"] = {file.name: file.read_bytes() for file in folder.iterdir()}
     known = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "hub")}
 
-    def ran(command: str, *arguments: str, **variables: str) -> str:
+    def ran(command: str, *arguments: str, said: str = "", **variables: str) -> str:
         given = {"cache": tmp_path / "cache"} | known | variables
         done = python("-m", f"infinigen_jax.{command}", *arguments, **given)
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 0 and said in done.stderr, done.stderr
         return done.stdout
 
     assert "1 x 32 tokens" in ran("plan", "--model", "org/real", "--context", "32")
     assert not [file for file in names(known["HF_HOME"]) if "safetensors" in file]
     request = ["--raw", "--prompt", "Once", "--max-new-tokens", "8", "--ignore-eos", "--model"]
-    local = ran("generate", *request, str(folder))
-    assert local.strip()
+    before = names(folder)
+    local = ran("generate", *request, str(folder), said="not converted yet")
+    assert local.strip() and names(folder) == before
     assert ran("generate", *request, "org/real", "--revision", "old") == local
     offline = {"HF_HUB_OFFLINE": "1"}
     assert ran("generate", *request, "org/real", "--revision", "old", **offline) == local

@@ -179,7 +179,10 @@ def test_wrong_sources(tmp_path):
     refused(tmp_path / "file", "give a .gguf file or the folder")
     folder = tmp_path / "folder"
     folder.mkdir()
-    refused(folder, "config.json: missing")
+    refused(folder, "config.json: missing; .* give such a folder")
+    (folder / "config.json").symlink_to("missing")
+    refused(folder, "config.json: no such file")
+    (folder / "config.json").unlink()
     for text, message in (
         ("{", "not valid JSON"),
         ("[]", "not a JSON object"),
@@ -188,6 +191,9 @@ def test_wrong_sources(tmp_path):
     ):
         (folder / "config.json").write_text(text)
         refused(folder, message)
+    (folder / "model.safetensors").symlink_to("missing")
+    refused(folder, "model.safetensors: no such file")
+    (folder / "model.safetensors").unlink()
     (folder / "model.h5").write_text("x")
     refused(folder, "model.h5 has another format")
     (folder / "model.gguf").write_text("x")

@@ -336,13 +336,6 @@ def test_a_line_that_is_not_utf8_comes_too_late_to_lose_anything(talk, tmp_path)
     assert err.splitlines()[-1] == "error: stdin: not UTF-8 text; convert it first"
 
 
-def test_a_template_that_refuses(engine, tmp_path):
-    path = tmp_path / "template"
-    path.write_text("{{ raise_exception('no\nsystem') }}")
-    with pytest.raises(InputError, match=r"refuses this \(no system\)"):
-        answered(Dialogue(engine.conversation(), str(path)), "The king")
-
-
 @pytest.mark.slow
 def test_ctrl_c_ends_an_answer_and_not_the_conversation():
     """A long answer is interrupted; the next line is answered after that part."""

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import shutil
 import signal
 import sys
 from typing import Any
@@ -181,17 +180,6 @@ def test_several_prompts_come_in_order(run, tmp_path):
     # The end of each text is held back, as it may be the beginning of this one.
     ends = [value for text in record["texts"] for value in ("--stop", f"{text[-1]}~~~")]
     assert run(*arguments, *ends)[1] == out
-
-
-@pytest.mark.slow
-def test_a_folder_that_was_never_converted(run, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    ignore = shutil.ignore_patterns("infinigen*")
-    source = shutil.copytree(embedded("tiny-llama"), tmp_path / "source", ignore=ignore)
-    before = only(source)
-    status, out, err = run("--model", source, *SHORT)
-    assert status == 0 and "not converted yet" in err and only(source) == before
-    assert run("--model", source, *SHORT, "--quiet") == (0, out, "")
 
 
 def test_a_stop_string_in_the_first_token_at_a_terminal(run, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Random options of all four commands: each ends with success, or status 2 and one line."""
+"""Random options of four commands: each ends with success, or status 2 and one line."""
 
 import argparse
 import io

@@ -241,21 +241,6 @@ def test_tokens_for_calibration_that_are_refused(tiny, tmp_path):
         refuses("calibration", convert, folder, tmp_path / "out", calibration=wrong)
 
 
-@pytest.mark.parametrize(
-    ("name", "absent", "dangling"),
-    [
-        ("config.json", "config.json: missing; .* give such a folder", "config.json: no such file"),
-        ("model.safetensors", "no weights", "model.safetensors: no such file"),
-    ],
-)
-def test_a_source_without_a_file(name, absent, dangling, tiny, tmp_path):
-    folder = shutil.copytree(tiny("llama", num_hidden_layers=1).folder, tmp_path / "source")
-    (folder / name).unlink()
-    refuses(absent, convert, folder, tmp_path / "out")
-    (folder / name).symlink_to("missing")
-    refuses(dangling, convert, folder, tmp_path / "out")
-
-
 def test_command_line(tiny, tmp_path, capsys, refused):
     made, text = tiny("llama", num_hidden_layers=1), tmp_path / "text"
     given = (main, made.folder, tmp_path / "out")

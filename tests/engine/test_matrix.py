@@ -136,7 +136,7 @@ def decoded(engine: Engine, batch: int | None) -> Run:
 
 
 TRANSFER = "infinigen_jax.engine.runtime.make_transfer"
-# The slow ones are pairs that other cases cover as well, and H2O, also in test_undo.py.
+# The slow ones are pairs that other cases cover as well, and H2O.
 OFTEN = ("everything", "everything-moved", "paper", "sparse", "small-rows")
 
 

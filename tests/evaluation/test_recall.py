@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runtime import SPARSE, engine, plain_pass, random_model
+from runtime import SPARSE, engine, plain_pass, random_model, slow
 from tiny import LAYERS, only
 
 from infinigen_jax import embedded, evaluate
@@ -34,7 +34,7 @@ def attended_by_window(position: int) -> tuple[np.ndarray, np.ndarray, int]:
     return resident | fetched, eligible, rows
 
 
-@pytest.mark.parametrize("name", ["gqa", pytest.param("opt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gqa", slow("opt")])
 def test_window_against_numpy(name):
     """The rows of `window` are known; the first layer that selects has the exact input."""
     arrays, _ = study_windows(engine(name, Window(**NARROW)), WINDOWS, SETTINGS)

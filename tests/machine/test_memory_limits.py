@@ -106,6 +106,11 @@ def test_device():
     assert (available_device_bytes(jax.devices("cpu")[0]) or 0) > 1 << 20
 
 
+def plan_of(default: int = 0, **parts: int) -> MemoryPlan:
+    names = (field.name for field in dataclasses.fields(MemoryPlan))
+    return MemoryPlan(**(dict.fromkeys(names, default) | parts))
+
+
 def test_what_does_not_fit_is_refused_with_what_to_lower(monkeypatch):
     """Host memory, the pool of pinned memory, and device memory are checked."""
     monkeypatch.setattr(planning, "available_host_bytes", lambda: 100 * GIB)
@@ -115,15 +120,12 @@ def test_what_does_not_fit_is_refused_with_what_to_lower(monkeypatch):
     remedies = Remedies(decoder, batch=3)
 
     def refusal(**parts: int) -> str:
-        sizes = {field.name: 0 for field in dataclasses.fields(MemoryPlan)} | parts
-        return refuses("memory", check_memory, MemoryPlan(**sizes), device, remedies)
+        return refuses("memory", check_memory, plan_of(**parts), device, remedies)
 
     monkeypatch.setenv(PINNED_POOL_VARIABLE, "80")
     # Copies of prefixes are not pinned.
     assert "110.0 GiB of host memory" in refusal(host_cache=70 * GIB, prefixes=40 * GIB)
-    sizes = {field.name: 0 for field in dataclasses.fields(MemoryPlan)}
-    sizes |= {"host_cache": 70 * GIB, "prefixes": 20 * GIB}
-    check_memory(MemoryPlan(**sizes), device, remedies)
+    check_memory(plan_of(host_cache=70 * GIB, prefixes=20 * GIB), device, remedies)
     assert "120.0 GiB of host memory" in (message := refusal(host_cache=120 * GIB))
     assert message.endswith(
         "100.0 GiB are available: lower the prompt length, `max_new_tokens` or `batch`, "
@@ -156,12 +158,11 @@ def test_memory_that_jax_keeps_pinned_is_used_again(monkeypatch):
     assert unused_pinned_bytes(jax.devices("cpu")[0]) == 0
     monkeypatch.setenv(PINNED_POOL_VARIABLE, "200")
     monkeypatch.setattr(planning, "available_host_bytes", lambda: 40)
-    none = MemoryPlan(**{field.name: 0 for field in dataclasses.fields(MemoryPlan)})
     remedies = Remedies(engine("gqa", dense_layers=1).decoder)
     for _ in range(2):  # a check pins nothing
-        check_memory(dataclasses.replace(none, host_cache=100), device, remedies)
+        check_memory(plan_of(host_cache=100), device, remedies)
         with pytest.raises(InputError, match="101 B of host memory .* 100 B are available"):
-            check_memory(dataclasses.replace(none, host_cache=101), device, remedies)
+            check_memory(plan_of(host_cache=101), device, remedies)
 
 
 def test_the_share_of_a_gpu_has_one_name(monkeypatch):
@@ -176,7 +177,7 @@ def test_the_share_of_a_gpu_has_one_name(monkeypatch):
 
 
 def test_remedies_are_options_that_apply():
-    plan = MemoryPlan(**dict.fromkeys((f.name for f in dataclasses.fields(MemoryPlan)), GIB))
+    plan = plan_of(GIB)
 
     def of(*given, unified: bool = True, **settings) -> tuple[str, str]:
         remedies = Remedies(engine("gqa", **settings).decoder, *given)

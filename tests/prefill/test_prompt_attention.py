@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
-from runtime import SPARSE, engine
+from runtime import SPARSE, engine, slow
 from scipy.special import softmax
 from test_fused_attention import stand_in
 from tiny import normal
@@ -225,9 +225,7 @@ def test_few_tokens_after_any_beginning(starts, first, size, side_by_side, ahead
 CHUNK = 256
 
 
-@pytest.mark.parametrize(
-    ("rows", "batch"), [("int4", 1), pytest.param("auto", 3, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("rows", "batch"), [("int4", 1), slow("auto", 3)])
 def test_temporaries_do_not_grow_with_the_prompt(rows, batch):
     """From 16 chunks to a million tokens, only the cache grows; on the device, the index."""
     chosen = engine("gqa", SPARSE, 1, rows=rows)

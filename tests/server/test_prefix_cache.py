@@ -1,6 +1,7 @@
 """The prefix cache gives back the state that reading a prompt leaves, within its limit."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,13 +11,18 @@ from runtime import SPARSE, TAILED, engine, random_model
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.live_batch import Reading
 from infinigen_jax.engine.saved_file import kept
-from infinigen_jax.policies import H2O, Quest
+from infinigen_jax.policies import H2O, Policy, Quest
 from infinigen_jax.prefill.prefill import empty_cache
 from infinigen_jax.server.prefix_cache import Node, PrefixCache
 
 CAPACITY, CHUNK = 256, 64
 LONG = dataclasses.replace(TAILED, window=100)  # bfloat16, too
 PROMPT = np.random.default_rng(0).integers(3, 96, 150).astype(np.int32)
+
+
+def prepared(policy: Policy, **settings: Any) -> tuple[Engine, PrefixCache]:
+    made = engine("one", policy, 0, prefill_chunk=CHUNK, **settings)
+    return made, PrefixCache(made.decoder, CAPACITY, CHUNK, 1 << 24)
 
 
 def read(
@@ -71,8 +77,7 @@ def test_restored_states_are_equal_bits(policy, settings):
 @pytest.mark.parametrize("policy", [SPARSE, TAILED], ids=["rows", "sums-of-blocks"])
 def test_chunks_at_the_end_of_the_capacity_are_restored(policy):
     """Chunks are written whole, and the last one would exceed the capacity."""
-    made = engine("one", policy, 0, prefill_chunk=CHUNK)
-    prefixes = PrefixCache(made.decoder, CAPACITY, CHUNK, 1 << 24)
+    made, prefixes = prepared(policy)
     tokens = np.random.default_rng(1).integers(3, 96, CAPACITY - 2).astype(np.int32)
     for end in (212, 250):
         reading, _ = read(made, prefixes, tokens[:end])
@@ -85,8 +90,7 @@ def test_chunks_at_the_end_of_the_capacity_are_restored(policy):
 
 
 def test_a_chunk_takes_as_much_memory_wherever_it_is():
-    made = engine("one", TAILED, 0, prefill_chunk=CHUNK)
-    prefixes = PrefixCache(made.decoder, CAPACITY, CHUNK, 1 << 24)
+    made, prefixes = prepared(TAILED)
     tokens = np.tile(PROMPT, 2)[: 4 * CHUNK]
     read(made, prefixes, tokens)
     sizes = [node.bytes for node in prefixes.find(np.append(tokens, tokens[:1])).chain()]
@@ -97,16 +101,14 @@ def test_recent_rows_take_no_memory_of_their_own():
     """They are found among the rows of the chunks."""
     sizes = set()
     for window in (4, 32):
-        made = engine("one", dataclasses.replace(SPARSE, window=window), 0, prefill_chunk=CHUNK)
-        prefixes = PrefixCache(made.decoder, CAPACITY, CHUNK, 1 << 24)
+        made, prefixes = prepared(dataclasses.replace(SPARSE, window=window))
         read(made, prefixes, PROMPT)
         sizes.add(prefixes.bytes)
     assert len(sizes) == 1
 
 
 def test_the_least_recently_used_chunks_are_evicted():
-    made = engine("one", SPARSE, 0, prefill_chunk=CHUNK)
-    everything = PrefixCache(made.decoder, CAPACITY, CHUNK, 1 << 24)
+    made, everything = prepared(SPARSE)
     other = PROMPT[::-1].copy()
     read(made, everything, PROMPT)
     limit = everything.bytes
@@ -127,8 +129,7 @@ def test_the_least_recently_used_chunks_are_evicted():
 @pytest.mark.parametrize("rows", ["auto", "int8"])
 def test_warming_up_leaves_nothing(rows):
     """Also where chunks of this length are not stored: a part of one, in quantised rows."""
-    made = engine("one", SPARSE, 0, prefill_chunk=CHUNK, rows=rows)
-    prefixes = PrefixCache(made.decoder, CAPACITY, CHUNK, 1 << 24)
+    made, prefixes = prepared(SPARSE, rows=rows)
     for length in (CHUNK, CHUNK // 2):
         cache = empty_cache(made.decoder, 1, CAPACITY)
         reading = Reading(made.runtime, PROMPT[:length], cache, CHUNK)

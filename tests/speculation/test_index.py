@@ -1,4 +1,4 @@
-"""The index in its dtypes: scores, which tokens they find, and an engine that uses them."""
+"""The index in its dtypes: scores, and which tokens they find."""
 
 import dataclasses
 

@@ -144,7 +144,6 @@ CASES = {
     "opt, with basis": lambda: random_model("opt", with_basis=True),
     "opt, balanced": lambda: balanced("opt"),
     "rope, gqa": lambda: random_model("gqa"),
-    "rope, balanced": lambda: balanced("gqa"),
     "biases on queries and keys": lambda: random_model("qwen2"),
     "norms on queries and keys": lambda: random_model("qwen3"),
 }

@@ -52,14 +52,15 @@ FAULTY = {
     "recursion": "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
     "nesting": "{{ " + "(" * 100_000 + "1" + ")" * 100_000 + " }}",
     "range": "{% for i in range(999999) %}{% endfor %}",
-    "refusal": "{{ raise_exception('roles must alternate') }}",
+    "refusal": "{{ raise_exception('roles must\nalternate') }}",
     "syntax": "{% for %}",
 }
 
 
 @pytest.mark.parametrize("template", FAULTY.values(), ids=FAULTY)
 def test_faulty_templates_end_with_one_line(template):
-    assert len(refuses("chat template refuses this", render_chat, template, MESSAGES, {})) < 1200
+    message = refuses("chat template refuses this", render_chat, template, MESSAGES, {})
+    assert len(message) < 1200 and "\n" not in message
 
 
 def test_an_empty_file_is_refused(tmp_path):
