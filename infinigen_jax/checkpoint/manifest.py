@@ -13,9 +13,9 @@
 Other arrays are float32. The weights are files of Hugging Face's layout. Conversions in the user's
 cache have none: they are read from the source.
 
-`eigenvalues` are those of the calibration queries' Gram matrix, in descending order. `key_mean` is
-in the coordinates of the keys that the converted weights produce, and so are the tail moments
-(`skew.tail_moments.BlockMoments`). The ahead_ bases are balanced for the corrected query
+`eigenvalues` are those of the mean Gram matrix of the calibration queries, in descending order.
+`key_mean` is in the coordinates of the keys that the converted weights produce, and so are the tail
+moments (`skew.tail_moments.BlockMoments`). The ahead_ bases are balanced for the corrected query
 (`skew.basis.reduced_rank_basis`), the others for the true query.
 
 `row_loss` is the relative error of the hidden state after a layer's attention (`convert.loss`) with

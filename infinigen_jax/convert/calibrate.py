@@ -134,7 +134,7 @@ class Calibrator:
         else:
             self._stand_ins = (stand_in,)
         self._before = source, attention_input
-        # Sum over windows on the host, in float64.
+        # Means over tokens, on the host in float64.
         means = [np.asarray(s, np.float64).sum(axis=0) / self._count for s in sums]
         if not all(np.isfinite(mean).all() for mean in means):
             raise InputError(

@@ -129,7 +129,7 @@ class Job:
         found = {
             "query_basis": basis,
             "key_basis": basis,
-            "eigenvalues": energies * (self.tokens.count * self.config.group_size),
+            "eigenvalues": energies,
             "key_mean": seen.key_mean,
             "tail_keys": blocks.key_covariance,
             "tail_values": blocks.cross_covariance,

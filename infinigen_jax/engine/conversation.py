@@ -198,6 +198,7 @@ class Conversation:
     @classmethod
     def resume(cls, runtime: Runtime, path: str | Path) -> "Conversation":
         """Resume a saved conversation; see `Engine.resume`."""
+        check_runtime(runtime)  # first, because its errors have better remedies
         file = SavedFile(Path(path))
         record = file.record
         try:

@@ -190,7 +190,8 @@ class Planner:
             chosen, more = policy, {}
             if self.machine.separate:  # this process's backend may have one memory
                 chosen = policy.fitted(model, in_place=False, pooled=False)
-                more["transfer"] = "xla"  # never refused, and replaced below
+                if jax.default_backend() != "gpu":  # the GPU of another machine
+                    more["transfer"] = "xla"  # without a warning; it is replaced below
             engine = make_engine(model, chosen, self.arguments, **settings, **more)
             decoders.append(engine.decoder)
             # Use the form that weights have where rows or weights are transferred.

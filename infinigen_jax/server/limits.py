@@ -11,7 +11,7 @@ from infinigen_jax.engine.memory_plan import (
     step_bytes,
 )
 from infinigen_jax.engine.prompts import checked_context, round_up_capacity
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import InputError, ParameterError
 
 CHUNK_ON_CPU, CHUNK = 512, 2048  # default chunk lengths
 READERS = 2  # prompts that are read in turns
@@ -30,6 +30,10 @@ class Limits:
         heat_maps: bool = True,
     ):
         decoder, runtime = engine.decoder, engine.runtime
+        if decoder.pool is not None:
+            raise ParameterError("pool.tokens", "a server keeps every row; leave it out")
+        if runtime.mesh.shape["data"] > 1:
+            raise InputError("a server's sequences come and go; give a `mesh` without a data axis")
         if engine.model.tokenizer is None:
             raise InputError("this model has no tokenizer; serve one that has")
         self.batch, self.waiting = batch, waiting

@@ -12,7 +12,17 @@ from typing import Any
 
 import jax
 import pytest
-from runtime import ALL, SPARSE, engine, numbers, random_model, slow_except, tokens_of, with_ends
+from runtime import (
+    ALL,
+    SPARSE,
+    TAILED,
+    engine,
+    numbers,
+    random_model,
+    slow_except,
+    tokens_of,
+    with_ends,
+)
 from tiny import interruptible, only, refuses
 
 from infinigen_jax import Conversation, Engine, Full, InputError, Pool, Run, Sampling, embedded
@@ -199,7 +209,7 @@ OTHERS = {
     "dense layers 0, not 1": engine_of(SPARSE, dense_layers=1),
     "lossless False, not True": engine_of(SPARSE, lossless=True),
     "another model": lambda: engine("gqa"),
-    "pool: a conversation": engine_of(SPARSE, pool=Pool(tokens=50)),
+    "pool: a conversation": engine_of(TAILED, pool=Pool(tokens=50)),
 }
 
 

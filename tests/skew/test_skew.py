@@ -17,6 +17,7 @@ from runtime import moments_of, random_model, slow_except
 from infinigen_jax.convert.calibrate import Calibrator, windows
 from infinigen_jax.models.rope import Rope, rotate
 from infinigen_jax.skew.basis import (
+    QUERY_RIDGE,
     absorb,
     balanced_basis,
     guess_moments,
@@ -95,9 +96,10 @@ def test_balanced_factors_are_inverse_and_equally_spread(shape):
     # Second moment of h B and covariance of k C are both diag(D), up to the ridges.
     queries = query.swapaxes(1, 2) @ seen.query_gram @ query
     keys = key.swapaxes(1, 2) @ seen.key_covariance @ key
-    spread = np.einsum("kdd->kd", queries)
+    ridge = QUERY_RIDGE * np.trace(seen.query_gram, axis1=1, axis2=2)[:, None, None] / d
+    spread = np.einsum("kdd->kd", queries + ridge * query.swapaxes(1, 2) @ query)
+    assert np.all(np.diff(spread, axis=-1) <= 1e-9 * spread[:, :1])
     bound = 0.02 * spread[:, :1]
-    assert np.all(np.diff(spread, axis=-1) <= bound)
     assert np.all(np.abs(queries - spread[:, None] * np.eye(d)) <= bound[..., None])
     assert np.all(np.abs(keys - spread[:, None] * np.eye(d)) <= bound[..., None])
 

@@ -61,6 +61,7 @@ FAULTY = {
 def test_faulty_templates_end_with_one_line(template):
     message = refuses("chat template refuses this", render_chat, template, MESSAGES, {})
     assert len(message) < 1200 and "\n" not in message
+    assert ("roles must alternate" in message) == (template == FAULTY["refusal"])
 
 
 def test_an_empty_file_is_refused(tmp_path):
