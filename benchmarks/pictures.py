@@ -2,8 +2,8 @@
 
     python -m benchmarks.pictures
 
-It draws the pictures of the quality pages from the results of `benchmarks.quality`. An SVG differs
-each time it is drawn, so this is separate from the tables.
+It draws the pictures of the quality pages from the results of `benchmarks.real_model`. An SVG
+differs each time it is drawn, so this is separate from the tables.
 """
 
 import sys
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.machine import RESULTS, note
 from benchmarks.plots import Panel, Point, checked_plot, draw
-from benchmarks.quality_tables import BUDGETS, DOCS, MODELS, STEPS
+from benchmarks.quality_tables import DOCS, STEPS
 from benchmarks.tables import find, read
 from infinigen_jax.errors import Parser, run_command
 from infinigen_jax.evaluation.report import labels
@@ -30,15 +30,11 @@ def recall(path: Path) -> None:
     draw(path, panels, "Attention covered, SmolLM2-135M-Instruct, budget 5 %")
 
 
-def step_points(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return by model the number of each step and its divergence in thousandths of a nat."""
-    points: dict[str, list[tuple[int, float]]] = {}
-    for model in MODELS:
-        lines = read(folder, f"perplexity-steps-{model}")
-        for step, settings in enumerate(STEPS.values(), 1):
-            if line := find(lines, "infinigen", {**settings, "budget": BUDGETS[0]}):
-                points.setdefault(model, []).append((step, 1e3 * line["divergence_nats"]))
-    return points
+def step_points(folder: Path) -> list[tuple[int, float]]:
+    """Return the number of each step and its divergence in thousandths of a nat."""
+    lines = read(folder, "real-model/steps-wiki-4096")
+    steps = enumerate((find(lines, "infinigen", step) for step in STEPS.values()), 1)
+    return [(number, 1e3 * line["divergence_nats"]) for number, line in steps if line]
 
 
 def steps(path: Path) -> None:
@@ -47,15 +43,13 @@ def steps(path: Path) -> None:
 
     figure = Figure(figsize=(9, 4), layout="constrained")
     axis = figure.subplots()
-    for model, points in step_points(RESULTS).items():
-        numbers, values = zip(*points, strict=True)
-        axis.plot(values, numbers, marker="o", label=model)
+    numbers, values = zip(*step_points(RESULTS), strict=True)
+    axis.plot(values, numbers, marker="o")
     axis.set_yticks(range(1, len(STEPS) + 1), [title.replace("*", "") for title in STEPS])
     axis.invert_yaxis()
     axis.set_xscale("log")
     axis.set_xlabel("divergence from the full cache's predictions, thousandths of a nat per token")
     axis.grid(alpha=0.3)
-    axis.legend()
     figure.savefig(path)
 
 

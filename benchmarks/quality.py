@@ -1,4 +1,4 @@
-"""The measurements of docs/quality.md, parts.md, quantisation.md and figures.md, and their tables.
+"""The measurements of docs/quality.md, quantisation.md and figures.md, and their tables.
 
     python -m benchmarks.quality --text book.txt
     python -m benchmarks.quality --text book.txt --only perplexity recall --models books-llama
@@ -13,14 +13,11 @@ import argparse
 import dataclasses
 import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from benchmarks.figures.__main__ import FIGURES
 from benchmarks.machine import RESULTS, note
-from benchmarks.quality_tables import FIGURE_MODELS, STEPS, write_tables
+from benchmarks.quality_tables import FIGURE_MODELS, write_tables
 from infinigen_jax.checkpoint.hf_folder import read_config
 from infinigen_jax.errors import InputError, Parser, run_command
 from infinigen_jax.loading.load import EMBEDDED, model_folder
@@ -50,7 +47,6 @@ class Experiment:
 
     template: str  # arguments of `python -m`, with names in braces that `command` knows
     models: tuple[str, ...] | None = None  # that it applies to; None: all
-    conversion: str = ""  # options of a conversion that the model goes through first
     asked_for: bool = False  # run only if named in --only: it reads another text than the rest
 
     def command(self, folder: Path, text: Path | None, positions: int, result: Path) -> list[str]:
@@ -61,8 +57,8 @@ class Experiment:
         return [part.format(**known) for part in template.split()]
 
 
-def _perplexity(arguments: str, conversion: str = "") -> Experiment:
-    return Experiment(f"{PERPLEXITY} --windows 24 --batch 12 {arguments}", conversion=conversion)
+def _perplexity(arguments: str) -> Experiment:
+    return Experiment(f"{PERPLEXITY} --windows 24 --batch 12 {arguments}")
 
 
 def _many_books(model: str, dense_layers: int, policies: str, windows: int = 240) -> Experiment:
@@ -72,30 +68,12 @@ def _many_books(model: str, dense_layers: int, policies: str, windows: int = 240
     return Experiment(f"{PERPLEXITY} {asked}", (model,), asked_for=True)
 
 
-def _settings(values: Mapping[str, Any]) -> str:
-    """Format settings as they follow a policy's name."""
-    return ",".join(f"{name}={str(value).lower()}" for name, value in values.items())
-
-
 def _retrieval(arguments: str) -> Experiment:
     return Experiment(f"{RETRIEVAL} {arguments}", ("books-llama",))
 
 
 EXPERIMENTS = {
     "perplexity": _perplexity(f"{BUDGETS} --policy {POLICIES}"),
-    "perplexity-tail": _perplexity(
-        f"{BUDGETS} --policy full infinigen:tail=false infinigen:tail_tokens=0 "
-        "infinigen:tail_columns=0 infinigen infinigen:tail_columns=16 infinigen:tail_tokens=16 "
-        "infinigen:tail_tokens=1 infinigen:alpha=5 infinigen:alpha=inf"
-    ),
-    "perplexity-columns": _perplexity(
-        f"{BUDGETS} --policy full infinigen:partial_ratio=1 infinigen:partial_ratio=0.75 "
-        "infinigen:partial_ratio=0.5 infinigen:partial_ratio=0.25"
-    ),
-    "perplexity-layer-budgets": _perplexity(
-        f"{BUDGETS} --policy full infinigen:layer_budgets=equal infinigen "
-        f"{CORRECTED},layer_budgets=equal {CORRECTED}"
-    ),
     "perplexity-pool": _perplexity(
         "--budget 0.1 --pool-tokens all 80% 50% --pool-eviction counter lru fifo "
         "--policy full infinigen"
@@ -108,23 +86,6 @@ EXPERIMENTS = {
     },
     "perplexity-none-dense-books-llama": _many_books("books-llama", 0, OURS, windows=48),
     "perplexity-rows": _perplexity("--budget 0.1 --rows auto int8 int4 --policy full infinigen"),
-    "perplexity-parts": _perplexity(
-        "--budget 0.05 --policy full infinigen infinigen:count=mean infinigen:basis=svd "
-        f"infinigen:query=plain {CORRECTED}"
-    ),
-    "perplexity-steps": _perplexity(
-        f"{BUDGETS} --dense-layers 2 --policy full "
-        + " ".join(f"infinigen:{_settings(step)}" for step in STEPS.values())
-    ),
-    **{
-        f"perplexity-dense-{layers}": _perplexity(
-            f"{BUDGETS} --dense-layers {layers} --policy full infinigen"
-        )
-        for layers in range(3)
-    },
-    "perplexity-input": _perplexity(
-        f"{BUDGETS} --policy full {CORRECTED}", conversion="--speculate-from input"
-    ),
     "recall": Experiment(f"{RECALL} --windows 16 --batch 16 {BUDGETS} --policy {POLICIES}"),
     "retrieval": _retrieval(NEEDLES),
     "retrieval-haystack": _retrieval(f"--haystack {{text}} {NEEDLES}"),
@@ -185,12 +146,7 @@ def run(name: str, model: str, text: Path | None, out: Path) -> None:
         return
     folder = model_folder(model)
     result.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as temporary:
-        if experiment.conversion:
-            source, folder = folder, Path(temporary) / model_name
-            given = ["--dtype", "bfloat16", *experiment.conversion.split()]
-            call(["infinigen_jax.convert", str(source), str(folder), *given])
-        call(experiment.command(folder, text, read_config(folder)[1].max_positions, result))
+    call(experiment.command(folder, text, read_config(folder)[1].max_positions, result))
 
 
 def call(command: list[str]) -> None:

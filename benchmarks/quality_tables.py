@@ -48,12 +48,6 @@ def by_figure(name: str, titled: Titled) -> Titled:
     return across(models, titled, joint=": ")
 
 
-def at_five_percent(result: str, *shows: str) -> Titled:
-    """Return columns: perplexity and further values of each model at the smaller budget."""
-    shown = [("", {}), *((show, {"show": show}) for show in shows)]
-    return by_model(result, [(title, {"budget": BUDGETS[0], **spec}) for title, spec in shown])
-
-
 def pools(shares: Sequence[int], orders: Sequence[str]) -> Titled:
     return [(f"{n} % {order}", {"pool": f"{n}% {order}"}) for n in shares for order in orders]
 
@@ -72,12 +66,12 @@ BOTH: Titled = [("5 %", {"budget": 0.05}), ("10 %", {"budget": 0.1})]
 DIVERGENCE: Titled = [("", {"show": "divergence"})]
 # Steps from the paper's form, a layer ahead with two dense layers, to the default: changes of each.
 _CHANGES: Mapping[str, Mapping[str, Any]] = {
-    "the paper's": {
+    "the paper's form": {
         **{"sinks": 0, "window": 1, "count": "mean", "index_dtype": "auto", "partial_ratio": 0.3},
         **{"basis": "svd", "query": "plain", "speculate_from": "input", "tail": False},
         "layer_budgets": "equal",
     },
-    "4 sinks and 32 recent tokens resident": {"sinks": 4, "window": 32},
+    "4 sinks and 256 recent tokens resident": {"sinks": 4, "window": 256},
     "a count for each KV head": {"count": "head"},
     "index of three quarters in int4": {"index_dtype": "int4", "partial_ratio": 0.75},
     "balanced basis": {"basis": "balanced"},
@@ -85,46 +79,39 @@ _CHANGES: Mapping[str, Mapping[str, Any]] = {
     "tail, one mean for all": {"tail": True, "tail_tokens": 0},
     "tail in blocks, by the layer's own query": {"tail_tokens": 64, "tail_columns": 0},
     "values predicted within blocks": {"tail_columns": 8},
-    "**budgets by layer: the default except for recent tokens**": {"layer_budgets": "calibrated"},
+    "budgets by layer: **the default on a GPU**": {"layer_budgets": "calibrated"},
+    "own query: **the default on a CPU**": {"query": "own", "speculate_from": "input"},
 }
 STEPS: Mapping[str, Mapping[str, Any]] = dict(
     zip(_CHANGES, itertools.accumulate(_CHANGES.values(), lambda a, b: {**a, **b}), strict=True)
 )
-DEFAULT = OWN | {"count": "head", "basis": "auto", "index_dtype": "int4"}
-PARTS: Titled = [
-    ("**as by default** on a CPU", DEFAULT),
-    ("one count for all heads", DEFAULT | {"count": "mean"}),
-    ("the paper's basis", DEFAULT | {"basis": "svd"}),
-    ("plain query, a layer ahead", DEFAULT | {"query": "plain"}),
-    ("corrected query, a layer ahead", DEFAULT | {"query": "corrected"}),
-]
-_TAIL = INFINIGEN | {"tail": True, "tail_tokens": 64, "tail_columns": 8, "alpha": 4.0}
-TAILS: Titled = [
-    ("**as by default**: alpha 4, blocks of 64, 8 columns", _TAIL),
-    ("16 columns", _TAIL | {"tail_columns": 16}),
-    ("no columns", _TAIL | {"tail_columns": 0}),
-    ("blocks of 16", _TAIL | {"tail_tokens": 16}),
-    ("a value for each token", INFINIGEN | {"tail_tokens": 1}),
-    ("one mean for all", INFINIGEN | {"tail": True, "tail_tokens": 0}),
-    ("no tail", INFINIGEN | {"tail": False}),
-    ("alpha 5", _TAIL | {"alpha": 5.0}),
-    ("no alpha", _TAIL | {"alpha": "inf"}),
-]
-COLUMNS: Titled = [
-    ("all columns", INFINIGEN | {"partial_ratio": 1.0}),
-    ("three quarters, the default", INFINIGEN | {"partial_ratio": 0.75}),
-    ("half", INFINIGEN | {"partial_ratio": 0.5}),
-    ("a quarter", INFINIGEN | {"partial_ratio": 0.25}),
-]
-# Inputs of a corrected query, and the names of their results.
-SEEN: Titled = [
-    ("input", AHEAD_4 | {"result": "perplexity-input-{model}"}),
-    ("**after resident rows**", AHEAD_4 | {"result": "perplexity-{model}"}),
-]
-DENSE: Titled = [
-    (title, INFINIGEN | {"result": f"perplexity-dense-{layers}-{{model}}"})
-    for layers, title in enumerate(("none", "one layer", "two layers"))
-]
+# Changes of single settings of the default on a CPU.
+PARTS: Mapping[str, Mapping[str, Any]] = {
+    "**the default on a CPU**": {},
+    "no tail": {"tail": False, "tail_tokens": 0, "tail_columns": 0},
+    "tail: one mean for all": {"tail_tokens": 0, "tail_columns": 0},
+    "tail: blocks of 16": {"tail_tokens": 16},
+    "tail: no predicted values": {"tail_columns": 0},
+    "tail: values predicted from 16 columns": {"tail_columns": 16},
+    "alpha 5": {"alpha": 5.0},
+    "no alpha": {"alpha": "inf"},
+    "index of all columns": {"partial_ratio": 1.0},
+    "index of half of the columns": {"partial_ratio": 0.5},
+    "index of a quarter of the columns": {"partial_ratio": 0.25},
+    "32 recent tokens": {"window": 32},
+    "128 recent tokens": {"window": 128},
+    "16 sinks": {"sinks": 16},
+    "equal layer budgets": {"layer_budgets": "equal"},
+    "one count for all heads": {"count": "mean"},
+    "the paper's basis": {"basis": "svd"},
+    "plain query, a layer ahead": {"query": "plain"},
+    "corrected query, a layer ahead: **the default on a GPU**": {"query": "corrected"},
+    "the same, equal layer budgets": {"query": "corrected", "layer_budgets": "equal"},
+}
+_DEFAULT = OWN_4 | {
+    **{"tail": True, "tail_tokens": 64, "tail_columns": 8, "partial_ratio": 0.75, "window": 256},
+    **{"sinks": 4, "layer_budgets": "calibrated", "count": "head", "basis": "auto"},
+}
 ROWS = across(
     [("infinigen", INFINIGEN), ("full cache", {"policy": "full"})],
     values("rows", ("exact", "int8", "int4"), "{} rows"),
@@ -175,31 +162,6 @@ SIZES: Titled = [
         (8192, 0.1, "length-{text}-8192"),
     )
 ]
-RULES: Titled = [
-    ("alpha 4 (default)", {"alpha": 4.0}),
-    ("alpha 5", {"alpha": 5.0}),
-    ("alpha 6", {"alpha": 6.0, "partial_ratio": 0.75, "tail_tokens": 64}),
-    ("no alpha", {"alpha": "inf"}),
-    ("alpha 6, index of all columns", {"partial_ratio": 1.0}),
-    ("alpha 6, tail blocks of 32 tokens", {"tail_tokens": 32}),
-]
-RECENT: Titled = [
-    ("32", OWN_4 | {"window": 32, "sinks": 4}),
-    ("128", OWN_4 | {"window": 128}),
-    ("256 (default)", OWN_4 | {"window": 256}),
-]
-# Query, index columns that predict the tail's values, and the result that has them.
-TAIL_COLUMNS: Titled = [
-    (title, {**query, "tail_columns": columns, "tail_tokens": 64, "result": f"real-model/{result}"})
-    for title, query, columns, result in (
-        ("own query, none", OWN_4, 0, "no-columns-wiki-4096"),
-        ("own query, 4", OWN_4, 4, "columns-wiki-4096"),
-        ("own query, 8 (default)", OWN_4, 8, "columns-wiki-4096"),
-        ("own query, 16", OWN_4, 16, "columns-wiki-4096"),
-        ("a layer ahead, none", AHEAD_4, 0, "no-columns-wiki-4096"),
-        ("a layer ahead, 8 (default)", AHEAD_4, 8, "no-columns-wiki-4096"),
-    )
-]
 SHOWN = {
     "above": "perplexity",
     "index": "index, MiB",
@@ -243,10 +205,6 @@ TABLES: Mapping[str, Any] = {  # rows, columns and corner, arguments of `result_
         by_model("perplexity-{model}", BOTH),
     ),
     "books": ([*OURS, *OTHERS], by_model("perplexity-books-{model}", BOTH)),
-    "books divergence": (
-        [*OURS, *OTHERS],
-        by_model("perplexity-books-{model}", across(BOTH, DIVERGENCE)),
-    ),
     "none dense": ([OURS[0], *OTHERS], by_model("perplexity-none-dense-{model}", BOTH, MODELS[:1])),
     "recall": (
         [*OURS, *PAPER, *OTHERS],
@@ -264,22 +222,6 @@ TABLES: Mapping[str, Any] = {  # rows, columns and corner, arguments of `result_
         pools((80, 50), ("counter", "lru", "fifo")),
         by_model("perplexity-pool-{model}", [("", _UNLIMITED)]),
         "pool",
-    ),
-    "steps": (
-        [(title, INFINIGEN | dict(step)) for title, step in STEPS.items()],
-        at_five_percent("perplexity-steps-{model}", "divergence"),
-    ),
-    "parts": (PARTS, at_five_percent("perplexity-parts-{model}", "divergence", "fetched")),
-    "tail": (TAILS, at_five_percent("perplexity-tail-{model}", "divergence", "fetched")),
-    "columns": (COLUMNS, by_model("perplexity-columns-{model}", BOTH)),
-    "seen": (SEEN, at_five_percent("", "divergence")),
-    "dense": (DENSE, at_five_percent("", "divergence")),
-    "layer budgets": (
-        across(
-            [("own query", OWN), ("corrected query", AHEAD)],
-            values("layer_budgets", ("equal", "calibrated")),
-        ),
-        at_five_percent("perplexity-layer-budgets-{model}", "divergence", "fetched"),
     ),
     "rows": (ROWS, by_model("perplexity-rows-{model}", [("", {})])),
     "kv-size": (
@@ -348,21 +290,17 @@ TABLES: Mapping[str, Any] = {  # rows, columns and corner, arguments of `result_
         [*REAL, (REAL_PAPER, PAPER_SPEC)],
         shown("recall-wiki-4096", "of oracle", "error", "fetched"),
     ),
-    "real budgets": (
-        across(
-            [("own query", OWN_4), ("a layer ahead", AHEAD_4)],
-            values("layer_budgets", ("calibrated", "equal")),
-        ),
-        shown("settings-wiki-4096", *BASIC),
-        "layer budgets",
+    "steps": (
+        [(title, INFINIGEN | dict(step)) for title, step in STEPS.items()],
+        shown("steps-wiki-4096", *BASIC),
     ),
-    "real rules": (RULES, shown("rules-wiki-4096", *BASIC, "index", policy="infinigen")),
-    "real recent": (
-        RECENT,
-        across(TEXTS[:2], shown("recent-{text}-4096", *BASIC), joint=": "),
-        "recent tokens",
+    "parts": (
+        [
+            *((title, {**_DEFAULT, **changes}) for title, changes in PARTS.items()),
+            ("no dense layers", {"policy": "infinigen", "result": "real-model/dense-wiki-4096"}),
+        ],
+        shown("parts-wiki-4096", *BASIC, "index"),
     ),
-    "real columns": (TAIL_COLUMNS, shown("", *BASIC), "columns"),
 }
 
 

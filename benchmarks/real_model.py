@@ -15,10 +15,13 @@ import argparse
 import inspect
 import sys
 import tokenize
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from benchmarks.machine import RESULTS, note
 from benchmarks.quality import call
+from benchmarks.quality_tables import PARTS, STEPS
 from infinigen_jax.errors import InputError, Parser, run_command
 
 SCORED, FEWER = 512, 256  # tokens scored at the end of each window
@@ -27,24 +30,6 @@ AHEAD = "infinigen:query=corrected"  # selects a layer ahead, the default on a G
 POLICIES = f"full infinigen {AHEAD} oracle quest"
 OTHERS = "window h2o previous-query"  # much worse: with one length
 PAPER = "infinigen-paper:alpha=5,budget=0.2"  # the paper's settings for LLaMA
-SETTINGS = (
-    f"full infinigen infinigen:layer_budgets=equal {AHEAD} "
-    "infinigen:query=corrected,layer_budgets=equal"
-)
-RULES = (
-    "full infinigen infinigen:alpha=5 infinigen:alpha=6 infinigen:alpha=inf "
-    "infinigen:alpha=6,partial_ratio=1.0 infinigen:alpha=6,tail_tokens=32"
-)
-RECENT = (
-    "full infinigen infinigen:window=32 infinigen:window=64 infinigen:window=128 "
-    "infinigen:window=32,sinks=16"
-)
-RECENT_AHEAD = (
-    f"full {AHEAD} {AHEAD},window=32 {AHEAD},window=128 quest:window=256 h2o:window=256 "
-    "window:window=256"
-)
-COLUMNS = "full infinigen infinigen:tail_columns=4 infinigen:tail_columns=16"
-NO_COLUMNS = f"full infinigen:tail_columns=0 {AHEAD} {AHEAD},tail_columns=0"
 RECALL = f"full infinigen {AHEAD} quest h2o {PAPER}"
 LOOKUPS = {1024: 3, 2048: 3, 4096: 3, 7680: 1}  # items by length, at five depths
 CONTEXTS = "1024 4096 7680"  # with the new tokens, within 8,192 positions
@@ -83,12 +68,10 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     score("others", 8192, "0.05 --policy full oracle quest window h2o")
     score("baselines", 8192, "0.05 --policy full previous-query")
     score("memory", 4096, "0.05 --dense-layers 4 --policy full window h2o", "wiki")
-    score("settings", 4096, f"0.05 --policy {SETTINGS}", "wiki", scored=FEWER)
-    score("rules", 4096, f"0.05 --policy {RULES}", "wiki")
-    score("recent", 4096, f"0.05 --policy {RECENT}", "wiki", "book", scored=FEWER)
-    score("recent-ahead", 4096, f"0.05 --policy {RECENT_AHEAD}", "wiki", scored=FEWER)
-    score("columns", 4096, f"0.05 --policy {COLUMNS}", "wiki", scored=FEWER)
-    score("no-columns", 4096, f"0.05 --policy {NO_COLUMNS}", "wiki", scored=FEWER)
+    for name, changes in {"parts": PARTS, "steps": STEPS}.items():
+        policies = " ".join(["full", *map(with_settings, changes.values())])
+        score(name, 4096, f"0.05 --policy {policies}", "wiki", scored=FEWER)
+    score("dense", 4096, "0.05 --dense-layers 0 --policy full infinigen", "wiki", scored=FEWER)
     chosen["recall-wiki-4096"] = (
         "infinigen_jax.evaluate recall --text {wiki} --budget 0.05 --window 4096 --context 3840 "
         f"--windows 2 --policy {RECALL}"
@@ -129,6 +112,12 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
         name: [part.format(**known) for part in f"{template} --model {{model}}".split()]
         for name, template in chosen.items()
     }
+
+
+def with_settings(values: Mapping[str, Any]) -> str:
+    """Return InfiniGen with settings as an argument of --policy."""
+    settings = ",".join(f"{name}={str(value).lower()}" for name, value in values.items())
+    return f"infinigen:{settings}" if settings else "infinigen"
 
 
 def python_source(path: Path) -> None:

@@ -109,6 +109,6 @@ def test_pictures_are_of_the_results(tmp_path, monkeypatch):
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["recall-real-model.svg", "steps.svg"]
     shown = quality_tables.table("steps", RESULTS).splitlines()[2:]
-    points = pictures.step_points(RESULTS)["books-llama"]
+    points = pictures.step_points(RESULTS)
     values = [row.split("|")[3].split()[0] for row in shown]
     assert [f"{value:.2f}" for _, value in points] == values

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace, say: Callable[[str], None]) -> None:
     # Smaller rows are an alternative to selection; the figure does not combine them.
     session.chosen = [c for c in session.chosen if c.rows == "auto" or c.policy.name == "full"]
     if not session.chosen:
-        raise InputError("--rows: of the policy full alone; add it, or rows auto")
+        raise InputError("--rows: smaller rows are for policy full; add it, or rows auto")
     lines, quality = measure(session)
     head_dim = session.record["model"]["head_dim"]
     for line in lines:
