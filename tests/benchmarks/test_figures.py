@@ -188,7 +188,7 @@ def test_bad_input(refused, tmp_path):
     for arguments, message in {
         ("kv-size",): "give either --text F",
         ("skewing", "--text", text, "--tasks", "piqa"): "give either --text F",
-        ("kv-size", "--text", text, "--no-reference", *SELECTED_INT8): "--rows: smaller rows are for policy full",
+        ("kv-size", "--text", text, "--no-reference", *SELECTED_INT8): "--rows: smaller rows are",
         ("chunks",): "--text",
         ("pie",): "pie",
         ("long-context", "--text", text, "--window", "48"): "--window: this figure sets it",
