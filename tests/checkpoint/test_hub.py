@@ -228,9 +228,9 @@ def test_commands_take_a_model_of_the_hub(hub, tmp_path):
     assert "1 x 32 tokens" in ran("plan", "--model", "org/real", "--context", "32")
     assert not [file for file in names(known["HF_HOME"]) if "safetensors" in file]
     request = ["--raw", "--prompt", "Once", "--max-new-tokens", "8", "--ignore-eos", "--model"]
-    before = names(folder)
+    before = names(str(folder))
     local = ran("generate", *request, str(folder), said="not converted yet")
-    assert local.strip() and names(folder) == before
+    assert local.strip() and names(str(folder)) == before
     assert ran("generate", *request, "org/real", "--revision", "old") == local
     offline = {"HF_HUB_OFFLINE": "1"}
     assert ran("generate", *request, "org/real", "--revision", "old", **offline) == local
