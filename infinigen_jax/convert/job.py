@@ -113,7 +113,7 @@ class Job:
 
     def _calibrate(self, calibrator: Calibrator | None, number: int) -> Any:
         """Run a layer, keep its statistics; return a basis to absorb or a projection to write."""
-        if calibrator is None or self.tokens is None:
+        if calibrator is None:
             return None
         specs = self.specs.layers[number]
         params = self.architecture.complete(number, read_tree(specs, self.sources, jnp.float32))
