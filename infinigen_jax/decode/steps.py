@@ -85,7 +85,7 @@ class Pieces(NamedTuple):
     """Functions that make up a step: traced into one program, or compiled one by one."""
 
     embed: Callable[..., Any]  # (params, tokens, positions) -> carry into the first layer
-    bring: Callable[..., Any]  # `bring` with the decoder
+    bring: Callable[..., Any]  # (parameters in host memory, x) -> their copies on the device, and x
     first: Callable[..., Any]  # `Decoder.request_first`
     # (inputs, states, carry) -> carry, states, and the next layer's parameters if they are in host
     # memory. Inputs and states are lists, with an item for each layer of a group.

@@ -91,6 +91,7 @@ def test_an_engine_fetches_the_shares():
     assert 0 < stats.selected_fraction <= STEEP.budget
     sizes = [kept.rows.shape[2] for kept in run.cache.hot if isinstance(kept, HotSet)]
     assert sizes == [decoder.hot_entries(run.capacity)] * 2
+    assert stats.compilations_after_warmup == 0
     assert decoder.request_sizes(100) == [int(100 * budget + 1e-6) for budget in budgets]
     assert decoder.request_size(100) == max(decoder.request_sizes(100))
 
