@@ -83,31 +83,28 @@ class LosslessRun(Run):
         self.clock.step(0)
         yield first
         yield from self._admit_prompts(eos)
-        self._room = self._rounds.put(self._needed())
         while not self.idle.all():
             warm = self._compiled is not None
-            if self._left:
+            if self._left or not warm:  # the first time compiles its program
                 self.rest()
-            given = Given(self.drawn, self._room, ends, self._sampler.draws, self.owner)
-            if not warm:
-                self.rest()  # compiles its program as well
-                if not self._rounds.length.timed:  # by an earlier turn
-                    scored = self._sampler if self._alternatives is not None else None
-                    self._rounds.warm_up(given, scored)
-            judged = self._rounds.run(given, int(self._needed().max()), timed=warm)
+            given = Given(self.drawn, self._needed(), ends, self._sampler.draws)
+            if not warm and not self._rounds.length.timed:  # by an earlier turn
+                scored = self._sampler if self._alternatives is not None else None
+                self._rounds.warm_up(given, scored)
+            judged = self._rounds.run(given, timed=warm)
             if not warm:
                 self._compiled = compilations()
             yield from self._take_round(judged, self._read(judged), eos)
             self.settle()
-            self.drawn, self._room = judged.verdict.last, judged.verdict.room
+            self.drawn = judged.verdict.last
             self._sampler.drew(judged.verdict.draws)
             yield from self._admit_prompts(eos)
 
     def _read(self, judged: Judged) -> np.ndarray:
         """Record a round; return the new tokens per sequence."""
-        drafted, counts = judged.drafted, self._rounds.read(judged)
+        drafted, counts = judged.drafted, self._rounds.read(judged, self.owner)
         self.counts += drafted.counts
-        self._record(judged.given.owner, self.cached, drafted.count)
+        self._record(self.owner, self.cached, drafted.count)
         active = counts > 0  # sequences without a new token took no part
         self._drafted += drafted.count * int(active.sum())
         self._verifications += int(active.sum())
@@ -119,7 +116,7 @@ class LosslessRun(Run):
     def _take_round(
         self, judged: Judged, counts: np.ndarray, eos: frozenset[int]
     ) -> Iterator[list[int | None]]:
-        drawn, owner = np.asarray(judged.verdict.drawn), judged.given.owner
+        drawn, owner = np.asarray(judged.verdict.drawn), self.owner
         log_probs: Sequence[LogProbs | None] = [None] * drawn.shape[1]
         if self._alternatives is not None:
             log_probs = self._rounds.log_probs(judged, self._sampler)
@@ -137,7 +134,6 @@ class LosslessRun(Run):
             self._admit()
             new = self.owner != before
             yield self._take(np.where(new, np.asarray(self.drawn), -1), eos, self._log_probs)
-            self._room = self._rounds.put(self._needed())
 
     def counted_steps(self, kept: np.ndarray) -> int:
         """Return the number of drafted steps, whether their tokens were accepted or not."""
@@ -203,10 +199,9 @@ class LosslessBatch(OpenBatch):
         """
         if self._left:
             self.rest()
-        needed = int(self.room.max())
-        judged = self._rounds.run(self._given(sampler), needed, timed=watch is None, watch=watch)
+        judged = self._rounds.run(self._given(sampler), timed=watch is None, watch=watch)
         verdict, cached = judged.verdict, self.cached
-        counts = self._rounds.read(judged)
+        counts = self._rounds.read(judged, np.where(self.active, 0, -1))
         self._rounds.commit(judged, verdict.count)
         self.newest, self.cached, self.room = verdict.last, cached + counts, self.room - counts
         sampler.drew(verdict.draws)
@@ -225,5 +220,4 @@ class LosslessBatch(OpenBatch):
         return [] if watch is None else self._rounds.warm_up_draft(given, watch).records
 
     def _given(self, sampler: Sampler) -> Given:
-        room, owner = self._rounds.put(self.room.copy()), np.where(self.active, 0, -1)
-        return Given(self.newest, room, self._no_ends, sampler.draws, owner)
+        return Given(self.newest, self.room, self._no_ends, sampler.draws)

@@ -51,10 +51,9 @@ class Given(NamedTuple):
     """Inputs of a round."""
 
     last: Int[Array, " b"]  # last token of each sequence, not cached yet
-    room: Int[Array, " b"]  # maximum number of tokens that each sequence may still get
+    room: Int[np.ndarray, " b"]  # tokens that each sequence may still get; 0 for idle ones
     ends: Int[Array, " n"]  # tokens that end a sequence
     draws: Draws | None  # state of the sampler; None if greedy
-    owner: np.ndarray  # prompt of each sequence; below 0 for none
 
 
 class Drafted(NamedTuple):
@@ -73,7 +72,7 @@ class Verdict(NamedTuple):
     drawn: Int[Array, "b c"]  # the full model's draws, of which the first `count` are new tokens
     count: Int[Array, " b"]  # new tokens of each sequence, and its leading inputs to commit
     last: Int[Array, " b"]  # last new token; the token before if there is none
-    room: Int[Array, " b"]  # tokens that a sequence may still get; 0 after its end
+    ended: Bool[Array, " b"]  # whether a sequence gets no more tokens
     draws: Draws | None  # state of the sampler after these tokens; None if greedy
     logits: Float[Array, "n v"]  # after every token of every sequence, in one axis
 
@@ -81,7 +80,6 @@ class Verdict(NamedTuple):
 class Judged(NamedTuple):
     """A dispatched verification."""
 
-    given: Given
     drafted: Drafted
     verified: Verified
     verdict: Verdict
@@ -119,13 +117,10 @@ class Rounds:
         """Copy the tokens that end a sequence to the device."""
         return self.put(np.array(tokens or [-1], np.int32), self._at.whole)
 
-    def run(self, given: Given, needed: int, *, timed: bool, watch: Watch | None = None) -> Judged:
-        """Draft and verify; wait for both.
-
-        A sequence needs at most `needed` tokens. A first round compiles and is not `timed`.
-        """
+    def run(self, given: Given, *, timed: bool, watch: Watch | None = None) -> Judged:
+        """Draft and verify; wait for both. A first round compiles and is not `timed`."""
         positions = self._decoder.config.max_positions - 1 - int(self._batch.cached.max())
-        count = self.length.choose(max(0, min(needed - 1, positions)))
+        count = self.length.choose(max(0, min(int(given.room.max()) - 1, positions)))
         begun = time.perf_counter()
         drafted = self._draft(given, count, watch)
         # The verification is dispatched later: its dispatch may wait for the device.
@@ -158,26 +153,28 @@ class Rounds:
             batch.cache = restore(decoder, batch.cache, saved)
         return Drafted(tokens, count, counts, places, records)
 
-    def _judge(self, given: Given, drafted: Drafted, size: int, *, warm_up: bool = False) -> Judged:
-        """Dispatch a verification of `size` tokens; no sequence takes part in a `warm_up`."""
+    def _judge(self, given: Given, drafted: Drafted, size: int) -> Judged:
+        """Dispatch a verification of `size` tokens."""
         batch, embedding = self._batch, self._runtime.weights.params["embedding"]
         places = None
         if self._runtime.settings.check:
             places = Places(self._decoder, embedding, len(batch.cached))
         cached = self._decoder, self._runtime.weights, batch.cache
         verified = verify(*cached, drafted.tokens, size, places)
-        active = self.put(~batch.idle & (not warm_up))
-        inputs = drafted.tokens, given.room, active, given.ends, given.draws
+        inputs = drafted.tokens, self.put(given.room), given.ends, given.draws
         verdict = judge(self._decoder, embedding, verified.x, *inputs)
-        return Judged(given, drafted, verified, verdict, places)
+        return Judged(drafted, verified, verdict, places)
 
-    def read(self, judged: Judged) -> np.ndarray:
-        """Record a round and return its new tokens per sequence; may raise NotFiniteError."""
+    def read(self, judged: Judged, owner: np.ndarray) -> np.ndarray:
+        """Record a round and return its new tokens per sequence; may raise NotFiniteError.
+
+        `owner` is the prompt of each sequence, below 0 for none.
+        """
         drafted, counts = judged.drafted, np.asarray(judged.verdict.count)
         checked = [*drafted.places, *([judged.places.place] if judged.places else [])]
-        refuse(checked, self._decoder.config.num_layers, judged.given.owner)
-        accepted, ended = np.maximum(counts - 1, 0), np.asarray(judged.verdict.room) == 0
-        tested = np.where(ended, accepted, np.minimum(counts, drafted.count))
+        refuse(checked, self._decoder.config.num_layers, owner)
+        accepted = np.maximum(counts - 1, 0)
+        tested = np.where(judged.verdict.ended, accepted, np.minimum(counts, drafted.count))
         self.length.record(int(accepted.sum()), int(tested.sum()))
         return counts
 
@@ -198,12 +195,12 @@ class Rounds:
 
         A `sampler` compiles its log-probabilities as well.
         """
-        drafted = self._draft(given, 0)
+        drafted, nothing = self._draft(given, 0), given._replace(room=np.zeros_like(given.room))
         for size in self.length.sizes:
             seconds = []
             for _ in range(1 + TRIED):
                 began = time.perf_counter()
-                judged = self._judge(given, drafted, size, warm_up=True)
+                judged = self._judge(nothing, drafted, size)
                 self.commit(judged, judged.verdict.count)
                 jax.block_until_ready(self._batch.cache.lengths)
                 seconds.append(time.perf_counter() - began)
@@ -256,7 +253,6 @@ def judge(
     x: Float[Array, "b c e"],
     tokens: Int[Array, "b n"],
     room: Int[Array, " b"],
-    active: Bool[Array, " b"],
     ends: Int[Array, " m"],
     draws: Draws | None,
 ) -> Verdict:
@@ -270,17 +266,16 @@ def judge(
     accepted = jnp.sum(jnp.cumprod(agrees, axis=1), axis=1, dtype=jnp.int32)
     end = jnp.any(drawn[:, :, None] == ends[None, None], axis=2)
     first_end = jnp.min(jnp.where(end, place, c), axis=1)
-    room = jnp.where(active, room, 0)
     count = jnp.minimum(jnp.minimum(accepted, first_end) + 1, room)
     newest = jnp.take_along_axis(drawn, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     last = jnp.where(count > 0, newest, tokens[:, 0])
-    left = jnp.where(first_end < count, 0, room - count)
     if draws is not None:
         history = draws.history
         if history is not None:
             history = _with_tokens(history, drawn, place < count[:, None])
         draws = draws._replace(count=draws.count + count, history=history)
-    return Verdict(drawn, count, last, left, draws, logits.reshape(-1, logits.shape[2]))
+    ended = (first_end < count) | (count == room)
+    return Verdict(drawn, count, last, ended, draws, logits.reshape(-1, logits.shape[2]))
 
 
 def draw_all(logits: Float[Array, "b c v"], draws: Draws) -> Int[Array, "b c"]:

@@ -221,9 +221,9 @@ def test_a_projection_is_wide_where_the_layers_own_is():
 def test_logits_of_a_verification_make_no_full_matrix():
     model = load(embedded(), "float32", weight_dtype="int8")
     engine, tokens = Engine(model, lossless=True), jnp.ones((1, 6), jnp.int32)
-    one, active = jnp.ones((1,), jnp.int32), jnp.ones((1,), bool)
-    x, params = jnp.ones((*tokens.shape, model.config.hidden_size)), engine.runtime.weights.params
-    lowered = judge.of(engine.decoder).lower(params["embedding"], x, tokens, one, active, one, None)
+    one, x = jnp.ones((1,), jnp.int32), jnp.ones((*tokens.shape, model.config.hidden_size))
+    embedding = engine.runtime.weights.params["embedding"]
+    lowered = judge.of(engine.decoder).lower(embedding, x, tokens, one, one, None)
     memory: Any = lowered.compile().memory_analysis()
     assert memory.temp_size_in_bytes < model.config.vocab_size * model.config.hidden_size
 
