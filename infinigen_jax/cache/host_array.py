@@ -103,9 +103,8 @@ def kernel_slots(
         return slots
     k, t = cache.shape[2:4]
     sequence = lax.broadcasted_iota(jnp.int32, slots.shape, 0)
-    rows = slots.shape[0] + slots // t - sequence  # offset to the shared row
-    place = jnp.where(slots < shared, rows * (k * t) + slots % t, slots - shared)
-    return layer * (shared * k) + place
+    row, slots = _stored_at(cache, slots.shape[0], sequence, slots)
+    return layer * (shared * k) + (row - sequence) * (k * t) + slots
 
 
 def to_host(x: Array) -> Array:
