@@ -202,9 +202,7 @@ def step(
             carry, record = watch(decoder, arrays.watched(group.start, inputs[0], before, carry))
             records.append(record)
         if group.stop < len(arrays.stored):
-            params = arrays.stored[group.stop]
-            if brought is not None:  # parameters from host memory
-                params = merged(params, brought)
+            params = merged(arrays.stored[group.stop], brought)
     return carry.x, arrays.live, carry.counts, tuple(records)
 
 

@@ -292,8 +292,7 @@ def through_layers(
         stored = tuple(layers[i + 1 : i + 2]) if decoder.weights_on_host else ()
         if upcoming is None and decoder.weights_on_host:
             upcoming, x = bring(decoder.of_chunks, in_host_memory(params), x)
-        if upcoming is not None:
-            params = merged(params, upcoming)
+        params = merged(params, upcoming)
         number, window = decoder.host_number(i), decoder.config.window_of(i)
         observed = number >= 0 and decoder.policy.observes and not decoder.streams(number)
         cached = store.local[i], store.hosted(number) if number >= 0 else None

@@ -69,8 +69,10 @@ def await_copy(copied: Any, x: Array) -> tuple[Any, Array]:
 
 
 def merged(params: Params, brought: Any) -> Params:
-    """Return a layer's parameters, all on the device.
+    """Return a layer's parameters, all on the device; `brought` is None if all of them stay there.
 
     Parameters that stay on the device bypass compiled functions, which would copy them.
     """
+    if brought is None:
+        return params
     return jax.tree.map(lambda stays, moved: stays if moved is None else moved, params, brought)
