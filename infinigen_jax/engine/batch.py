@@ -81,10 +81,6 @@ class Dispatcher:
             cache = cache.stepped(new._replace(lengths=lengths))
             return Stepped(cache, logits, best, counts, records=records)
 
-    def flush(self, cache: Cache) -> Cache:
-        """Write the rows of the rings to the host."""
-        return flush_cache(self.decoder, self.weights, cache)
-
 
 class Batch(abc.ABC):
     """Sequences that are decoded together.
@@ -120,7 +116,7 @@ class Batch(abc.ABC):
 
     def settle(self) -> None:
         """Write all cached rows to the host."""
-        self.cache = self.dispatcher.flush(self.cache)
+        self.cache = flush_cache(self.decoder, self.runtime.weights, self.cache)
         self._since_flush = 0
 
     def _step(self, tokens: Int[Array, " b"], watch: Watch | None = None) -> Stepped:

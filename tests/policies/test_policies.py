@@ -15,6 +15,7 @@ from tiny import normal, refuses
 
 from infinigen_jax import Engine, Full, InputError, Pool
 from infinigen_jax.cache.layers import Slots
+from infinigen_jax.decode.steps import flush_cache
 from infinigen_jax.models import ModelConfig
 from infinigen_jax.models.llama import Layer
 from infinigen_jax.ops.span import Span
@@ -204,7 +205,8 @@ def test_int4_rows_act_as_exact_rows_of_the_same_numbers(name):
     )
     cache, twin, tokens = mine.cache, other.cache, mine.drawn
     for step in range(RECENT + 2):  # rows of the prompt alone at first, then flushed ones
-        cache, twin = mine.dispatcher.flush(cache), other.dispatcher.flush(twin)
+        both = (mine, cache), (other, twin)
+        cache, twin = (flush_cache(run.decoder, run.runtime.weights, x) for run, x in both)
         stored = jax.device_put(cache.host, jax.memory.Space.Device)
         pairs = zip(cache.scales, stored, strict=True)
         rows = jnp.stack([mine.decoder.row_format.decode(*pair) for pair in pairs])
