@@ -132,13 +132,11 @@ class Layout:
         """Return the static size of every layer's request; `count` of its rows are valid."""
         return max(self.request_sizes(capacity), default=0)
 
-    @property
-    def requests_first(self) -> bool:
-        """Whether layer 0 selects rows that no earlier layer could request."""
-        return self.policy.lead > 0 and self.host_number(0) == 0 and not self.streams(0)
-
     def fetches_for(self, layer: int) -> int:
-        """Return the host layer whose rows are requested in a layer of the model; -1 for none."""
+        """Return the host layer whose rows are requested in a layer of the model; -1 for none.
+
+        Layer -1 is the embedding, after which rows of layer 0 may be requested.
+        """
         number = self.host_number(layer + self.policy.lead)
         return -1 if number < 0 or self.streams(number) else number
 

@@ -188,7 +188,7 @@ def step(
     if decoder.weights_on_host:
         brought, x = pieces.bring(in_host_memory(params), carry.x)
         params, carry = merged(params, brought), carry._replace(x=x)
-    if decoder.requests_first:
+    if decoder.fetches_for(-1) >= 0:
         carry = arrays.request_first(pieces.first, params, carry)
     for group in pieces.groups:
         of_layers, before = [params, *arrays.stored[group.start + 1 : group.stop]], carry
