@@ -33,10 +33,9 @@ from infinigen_jax.transfer.host_weights import await_copy, start_next
 
 
 class Verified(NamedTuple):
-    """Result of the layers over drafted tokens, after `start` tokens; rows are not stored yet."""
+    """Result of the layers over drafted tokens; their rows are not stored yet."""
 
     x: Float[Array, "b c e"]
-    start: Int[Array, " b"]
     rows: list[Float[Array, "b k c w"]]
     # Queries and log-sums of their softmax, of layers that the policy observes.
     observed: list[tuple[Float[Array, "b c h d"], Float[Array, "b c h"]] | None]
@@ -63,7 +62,7 @@ def verify(
     store = RowStore(decoder, weights, cache)
     layers = list(through_layers(compute, decoder, weights, store, x, look, span))
     _, outputs, rows, observed = map(list, zip(*layers, strict=True))
-    return Verified(outputs[-1], start, rows, observed)
+    return Verified(outputs[-1], rows, observed)
 
 
 def commit(
@@ -73,15 +72,15 @@ def commit(
     verified: Verified,
     accepted: Int[Array, " b"],
 ) -> Cache:
-    """Store the rows of the leading accepted tokens, without waiting; the cache is donated."""
+    """Store the rows of the leading accepted tokens; the cache of `verify` is donated."""
     store = RowStore(decoder, weights, cache)
-    span = Span(verified.start, accepted)
+    span = Span(cache.lengths, accepted)
     for i, (rows, observed) in enumerate(zip(verified.rows, verified.observed, strict=True)):
         if observed is not None:
             mass = _mass(decoder, *observed, rows, *store.hosted(decoder.host_number(i)), span)
             observed = observed[0], mass
         store.keep(i, rows, span, observed)
-    return store.cache()._replace(lengths=_advance(decoder, verified.start, accepted))
+    return store.cache()._replace(lengths=_advance(decoder, *span))
 
 
 @compiled(
