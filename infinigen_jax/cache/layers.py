@@ -94,7 +94,7 @@ class DenseLayer(NamedTuple):
 
     def near(self, position: Int[Array, " b"], slots: Slots, dtype: Any) -> Part:
         """Return the rows that would be resident if this layer's cache were on the host."""
-        return _picked(self, slots.positions(position), None, dtype)
+        return _picked(self, slots.positions(position), dtype)
 
 
 class Sliding(NamedTuple):
@@ -128,7 +128,7 @@ class Sliding(NamedTuple):
     def near(self, position: Int[Array, " b"], slots: Slots, dtype: Any) -> Part:
         """Return the most recent rows, at most as many as are resident for a host layer."""
         recent = Slots(0, min(slots.window, self.slots.window))
-        return _picked(self, recent.positions(position), self.slots, dtype)
+        return _picked(self, recent.positions(position), dtype)
 
 
 def values_of(rows: Float[Array, "*n w"]) -> Float[Array, "*n d"]:
@@ -238,12 +238,10 @@ def storage_error(
     return sums_of_values(decoded, counted) - sums_of_values(rows, counted)
 
 
-def _picked(
-    layer: DenseLayer | Sliding, positions: Int[Array, "b n"], slots: Slots | None, dtype: Any
-) -> Part:
-    """Return the rows of some positions, invalid for -1; slot = position if `slots` is None."""
-    valid_positions = jnp.maximum(positions, 0)
-    at = (valid_positions if slots is None else slots.of(valid_positions))[:, None, :, None]
+def _picked(layer: DenseLayer | Sliding, positions: Int[Array, "b n"], dtype: Any) -> Part:
+    """Return the rows of some positions, invalid for -1."""
+    slots = jnp.maximum(positions, 0) % layer.keys.shape[2]  # of all rows, or of a ring
+    at = slots[:, None, :, None]
     keys, values = (from_kept(jnp.take_along_axis(x, at, axis=2), dtype) for x in layer)
     return Part(keys, values, (positions >= 0)[:, None])
 
