@@ -13,12 +13,12 @@ from infinigen_jax.cache.pool import Hot
 
 
 class HostLayer(NamedTuple):
-    """Place and format of a layer's rows on the host, and what its own query needs."""
+    """Place and format of a layer's rows on the host, and arrays for its own query."""
 
     number: Int[Array, ""]  # among the host layers
     scales: Any  # for decoding the rows, see `cache.row_format`
-    weights: dict[str, Any] | None = None  # the policy's; None if its own query needs none
-    state: Any = None  # the policy's, if the layer's own query selects rows or scores a tail
+    weights: dict[str, Any] | None = None  # the policy's; None for a streamed layer
+    state: Any = None  # likewise; None if the policy observes
     positions: Int[Array, "b k t"] | None = None  # see `ReadCache.pool_of`
 
 

@@ -147,15 +147,12 @@ class Arrays:
         if number < 0:
             return None
         decoder, read = self._decoder, self._read
-        pool = read.pool_of(number)
-        place = HostLayer(self._numbers[number], read.scales[number], positions=pool)
-        if decoder.streams(number):
-            return place
-        if decoder.policy.has_tail or not decoder.policy.lead:
-            place = place._replace(weights=self._weights.policy[number])
-        if decoder.slots.tail_block or not decoder.policy.lead:
-            place = place._replace(state=read.states[number])
-        return place
+        weights = state = None
+        if not decoder.streams(number):
+            weights = self._weights.policy[number]
+            state = read.states[number] if read.states else None
+        numbered = self._numbers[number], read.scales[number]
+        return HostLayer(*numbered, weights, state, read.pool_of(number))
 
     def _target(self, number: int) -> Target | None:
         """Return host layer `number` as a target of selection; None if it selects no rows."""
