@@ -32,14 +32,11 @@ from infinigen_jax.settings.pool import Pool
 COUNTER_BITS = 8
 
 
-class Kept(NamedTuple):
-    """Device state of a layer with a pool, replaced by every step."""
+class Hot(NamedTuple):
+    """Traces of a host layer's requests on the device, replaced by every step."""
 
-    used: Shaped[Array, "b k t"] | None  # None for fifo
-    hot: HotSet | None
-
-
-Hot = HotSet | Kept | None  # hot set of a host layer; with a pool, `Kept`; None for neither
+    used: Shaped[Array, "b k t"] | None = None  # None for fifo, and without a pool
+    entries: HotSet | None = None
 
 
 def held(

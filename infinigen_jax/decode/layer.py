@@ -27,7 +27,7 @@ from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import capacity_of, gather_rows, store_rows, write_span
 from infinigen_jax.cache.hot_set import forget, replace_entries
 from infinigen_jax.cache.layers import Resident, storage_error, sums_of_values
-from infinigen_jax.cache.pool import Hot, Kept, held, insert, touch
+from infinigen_jax.cache.pool import Hot, held, insert, touch
 from infinigen_jax.decode.layer_rows import DeviceRows, HostRows, layer_rows
 from infinigen_jax.decode.layout import Layout
 from infinigen_jax.decode.state import (
@@ -127,21 +127,21 @@ class Decoder(Layout):
         """Select rows for a layer by its approximate attention input, and start their transfer."""
         assert inputs.host is not None
         request = self.select(target, a, inputs.positions, capacity_of(inputs.host, len(a)))
-        moved, replacement, used, rows = request.count, None, None, None
-        if isinstance(hot, Kept):
+        (used, entries), moved, replacement, rows = hot, request.count, None, None
+        if used is not None:
             assert self.pool is not None
-            used, hot = hot
-            used = None if used is None else touch(self.pool, used, request, inputs.positions)
-        if hot is not None:
+            used = touch(self.pool, used, request, inputs.positions)
+        if entries is not None:
             with jax.named_scope("reuse"):
-                hot, replacement = replace_entries(hot, request, inputs.positions, self.mesh)
-                moved, rows = jnp.sum(replacement.miss, axis=-1, dtype=jnp.int32), hot.rows
+                given = entries, request, inputs.positions, self.mesh
+                entries, replacement = replace_entries(*given)
+                moved, rows = jnp.sum(replacement.miss, axis=-1, dtype=jnp.int32), entries.rows
         # Only attention that reads rows in the host cache uses marks.
-        marks = request.marks if self.in_chunks and hot is None else None
+        marks = request.marks if self.in_chunks and entries is None else None
         request = request._replace(chosen=None, marks=marks)
         fetch = inputs.host, target.number, request, rows, replacement, self.mesh
         with jax.named_scope("fetch"):
-            return Started(request, self.transfer.fetch(*fetch), moved, hot, used)
+            return Started(request, self.transfer.fetch(*fetch), moved, Hot(used, entries))
 
     def select(
         self, target: Target, a: Float[Array, "b e"], positions: Int[Array, " b"], capacity: int
@@ -190,12 +190,8 @@ class Decoder(Layout):
         with jax.named_scope("wait"):
             # Without this barrier XLA would await a copy early, not at the end of the layer.
             x, (rows, hot_rows) = lax.optimization_barrier((carry.x, started.arrays))
-        hot = None
-        if started.hot is not None:
-            assert hot_rows is not None
-            hot = started.hot._replace(rows=hot_rows)
-        if self.pool is not None:
-            hot = Kept(started.used, hot)
+        used, entries = started.hot
+        hot = Hot(used, None if entries is None else entries._replace(rows=hot_rows))
         counts = carry.counts.add(started.request.count, started.moved)
         return Carry(x, Fetched(started.request, rows), counts), hot
 
@@ -258,13 +254,12 @@ class Decoder(Layout):
         local, states, hot = list(cache.local), list(cache.states), list(cache.hot)
         stored, places = [], []
         for i, layer in enumerate(self.on_host):
-            resident, kept = local[layer], hot[i]
+            resident, (used, entries) = local[layer], hot[i]
             assert isinstance(resident, Resident)
             rows = resident.since(start, self.slots)
             stored.append(self.row_format.encode(cache.scales[i], rows))
-            # Without counts of use, as of a streamed layer, rows are evicted in order of age.
-            used = kept.used if isinstance(kept, Kept) else None
             positions = span.positions(window)
+            # Without counts of use, as of a streamed layer, rows are evicted in order of age.
             place = insert(
                 self.pool, cache.pool[i], used, positions, cache.lengths, self.policy.sinks
             )
@@ -280,10 +275,8 @@ class Decoder(Layout):
                 kept_rows, scales = place.slots < capacity, cache.scales[i]
                 left += storage_error(self.row_format, scales, stored[i], rows, kept_rows)
                 local[layer] = resident._replace(left=left)
-            if isinstance(kept, Kept):
-                hot[i] = Kept(
-                    place.used, None if kept.hot is None else forget(kept.hot, place.slots)
-                )
+            hot[i] = Hot(place.used, None if entries is None else forget(entries, place.slots))
+            if not self.streams(i):
                 keys = rows[..., : self.config.head_dim]
                 states[i] = self.policy.append(weights[i], states[i], keys, span, place.slots)
         slots = jnp.stack([place.slots for place in places])

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from infinigen_jax.cache.cache import HostLayer
-from infinigen_jax.cache.hot_set import HotSet
 from infinigen_jax.cache.layers import Local
 from infinigen_jax.cache.pool import Hot
 from infinigen_jax.models import Params
@@ -73,8 +72,7 @@ class Started(NamedTuple):
     request: Request
     arrays: FetchedRows
     moved: Int[Array, "b k"]  # rows that cross
-    hot: HotSet | None  # with the new directory and the old rows
-    used: Shaped[Array, "b k t"] | None = None  # see `cache.pool`
+    hot: Hot  # with the new directory of its hot set, and the old rows
 
 
 class Carry(NamedTuple):

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 from infinigen_jax.cache.cache import Cache, HostLayer, ReadCache, StepCache, cache_shardings
 from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.cache.layers import Local
+from infinigen_jax.cache.pool import Hot
 from infinigen_jax.decode.compiled import compiled
 from infinigen_jax.decode.compiler_options import chunk_options, step_options
 from infinigen_jax.decode.finite_check import finite_after, first_place
@@ -117,7 +118,8 @@ class Arrays:
         """Return what a layer replaces."""
         number, target = self._decoder.host_number(layer), self._decoder.fetches_for(layer)
         observed = self._states[number] if number >= 0 and self._states else None
-        return LayerState(self._local[layer], self._hot[target] if target >= 0 else None, observed)
+        hot = self._hot[target] if target >= 0 else Hot()
+        return LayerState(self._local[layer], hot, observed)
 
     def keep(self, layer: int, state: LayerState) -> None:
         """Store what a layer replaced."""

@@ -32,6 +32,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from infinigen_jax.cache.cache import Cache, cache_shardings
 from infinigen_jax.cache.host_array import Placement
+from infinigen_jax.cache.hot_set import HotSet
 from infinigen_jax.cache.layers import DenseLayer
 from infinigen_jax.decode.compiled import compiled
 from infinigen_jax.decode.compiler_options import layer_options
@@ -310,12 +311,13 @@ def save(decoder: Decoder, cache: Cache) -> Cache:
 
 def restore(decoder: Decoder, cache: Cache, saved: Cache) -> Cache:
     """Return the cache before the steps since `save`; both arguments are consumed."""
+    has_sets = any(hot.entries is not None for hot in cache.hot)
     local = (now if old is None else old for now, old in zip(cache.local, saved.local, strict=True))
     return cache._replace(
         local=tuple(local),
         states=saved.states or cache.states,
         lengths=saved.lengths,
-        hot=_no_later(decoder, cache.hot, saved.lengths) if any(cache.hot) else cache.hot,
+        hot=_no_later(decoder, cache.hot, saved.lengths) if has_sets else cache.hot,
     )
 
 
@@ -332,4 +334,8 @@ def _no_later(decoder: Decoder, hot: Any, lengths: Int[Array, " b"]) -> Any:
     last.
     """
     newest = (lengths - 1)[:, None, None]
-    return tuple(x and x._replace(used=jnp.minimum(x.used, newest)) for x in hot)
+
+    def no_later(entries: HotSet) -> HotSet:
+        return entries._replace(used=jnp.minimum(entries.used, newest))
+
+    return jax.tree.map(no_later, hot, is_leaf=lambda x: isinstance(x, HotSet))

@@ -22,7 +22,7 @@ from infinigen_jax.cache.layers import (
     storage_error,
     sums_of_values,
 )
-from infinigen_jax.cache.pool import Hot, Kept, first_used, held, of_prompt
+from infinigen_jax.cache.pool import Hot, first_used, held, of_prompt
 from infinigen_jax.decode.compiled import compiled
 from infinigen_jax.decode.compiler_options import chunk_options
 from infinigen_jax.decode.layer import Decoder
@@ -77,8 +77,8 @@ def empty(
         return arrays
 
     def hot() -> Hot:
-        entries = decoder.empty_hot_set(batch, slots)
-        return entries if limit is None else Kept(first_used(limit, pool[0]), entries)
+        used = None if limit is None else first_used(limit, pool[0])
+        return Hot(used, decoder.empty_hot_set(batch, slots))
 
     return Cache(
         None,
@@ -86,7 +86,7 @@ def empty(
         tuple(local(i) for i in range(config.num_layers)),
         jnp.zeros(batch, jnp.int32),
         tuple(stored.no_scales(batch, k) for _ in streams),
-        tuple(None if s else hot() for s in streams),
+        tuple(Hot() if s else hot() for s in streams),
         pool,
     )
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from runtime import ALL, NEW, RAGGED, SPARSE, copies, engine, finished, slow
 
 from infinigen_jax import Engine, Full, Run
-from infinigen_jax.cache.hot_set import HotSet
 from infinigen_jax.cuda.launch import CONCURRENT
 from infinigen_jax.decode import compiler_options as compiler
 from infinigen_jax.decode.compiler_options import (
@@ -101,8 +100,8 @@ def test_the_fused_step_copies_neither_cache_nor_weights(policy):
     run = made(policy).start(RAGGED, max_new_tokens=NEW)
     largest = max(x.size for x in jax.tree.leaves(run.runtime.model.params["layers"][0]))
     if policy == HOT:  # these weights are smaller than one request
-        assert isinstance(run.cache.hot[0], HotSet)
-        largest = run.cache.hot[0].rows.size
+        assert run.cache.hot[0].entries is not None
+        largest = run.cache.hot[0].entries.rows.size
     hlo = compiled_fused(run)
     assert max(copies(hlo), default=0) < min(run.cache.host[0].size, largest)
     assert "callback" not in hlo

@@ -12,7 +12,6 @@ from runtime import RAGGED, SPARSE, TAILED, engine, padded, readable, slow_excep
 
 from infinigen_jax.cache.cache import Cache
 from infinigen_jax.cache.host_array import Placement
-from infinigen_jax.cache.hot_set import HotSet
 from infinigen_jax.engine.batch import Dispatcher
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.memory_plan import step_bytes
@@ -78,8 +77,8 @@ def comparable(name: str, cache: Cache) -> list[np.ndarray]:
 def check_hot_sets(cache: Cache) -> None:
     """Every entry holds its slot's row of the host, and was used before the next token."""
     lengths = np.asarray(cache.lengths)
-    for number, hot in enumerate(cache.hot):
-        if not isinstance(hot, HotSet):
+    for number, (_, hot) in enumerate(cache.hot):
+        if hot is None:
             continue
         host, slots = np.asarray(cache.host)[number], np.asarray(hot.slots)
         assert (np.asarray(hot.used) < lengths[:, None, None]).all()

@@ -176,7 +176,7 @@ def fetching_layer(
     place = HostLayer(_scalar(), SCALES, constant.policy[0], cache.states[0])
     upcoming = weights("host").params["layers"][-1:] if weights_on == "host" else []
     given = state.LayerInputs(layers[DENSE], upcoming, cache.host, place, target, cache.lengths)
-    local = state.LayerState(cache.local[-1], cache.hot[-1] if hot_set else None, None)
+    local = state.LayerState(cache.local[-1], cache.hot[-1], None)
     with mock.patch.object(cuda, "in_use", lambda: made.transfer.name == "cuda"):
         return compile_for_gpu(steps(made).pieces.layers, [given], [local], _carry())
 

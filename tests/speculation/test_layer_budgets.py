@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from runtime import RAGGED, SPARSE, counts_of, finished, random_model
 from tiny import refuses
 
-from infinigen_jax.cache.hot_set import HotSet
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.policies import InfiniGen, InfiniGenPaper, Quest
 from infinigen_jax.selection.select import budget_rows
@@ -89,7 +88,7 @@ def test_an_engine_fetches_the_shares():
     rows = (np.minimum(budget_rows(budget, jnp.asarray(at)), eligible) for budget in budgets)
     np.testing.assert_array_equal(counts_of(run), decoder.config.num_kv_heads * sum(rows))
     assert 0 < stats.selected_fraction <= STEEP.budget
-    sizes = [kept.rows.shape[2] for kept in run.cache.hot if isinstance(kept, HotSet)]
+    sizes = [hot.entries.rows.shape[2] for hot in run.cache.hot if hot.entries is not None]
     assert sizes == [decoder.hot_entries(run.capacity)] * 2
     assert stats.compilations_after_warmup == 0
     assert decoder.request_sizes(100) == [int(100 * budget + 1e-6) for budget in budgets]
