@@ -42,10 +42,10 @@ from infinigen_jax.decode.state import Counts
 from infinigen_jax.decode.steps import Watch
 from infinigen_jax.engine.batch import Batch, Dispatcher
 from infinigen_jax.engine.draft_length import TRIED, DraftLength, size_of
-from infinigen_jax.engine.sampler import Draws, Sampler
+from infinigen_jax.engine.sampler import Draws, Sampler, draw
 from infinigen_jax.models import Params
 from infinigen_jax.prefill.verification import Verified, commit, verify
-from infinigen_jax.sampling import History, LogProbs, sample, uniforms
+from infinigen_jax.sampling import LogProbs
 
 
 class Given(NamedTuple):
@@ -238,12 +238,8 @@ def draft(
     """Draw a token and add it to those to verify, which are donated."""
     new = best
     if draws is not None:
-        history, before = draws.history, lax.iota(jnp.int32, tokens.shape[1])
-        if history is not None:
-            known = (before >= 1) & (before < place)
-            history = _with_tokens(history, tokens, jnp.broadcast_to(known, tokens.shape))
-        uniform = uniforms(draws.settings.seed, draws.stream, draws.count + place - 1)
-        new = sample(logits, draws.settings, uniform, history)
+        before = lax.broadcasted_iota(jnp.int32, tokens.shape, 1)
+        new, _ = draw(logits, draws.after(tokens, (before >= 1) & (before < place)))
     return new, lax.dynamic_update_slice(tokens, new[:, None], (jnp.int32(0), place))
 
 
@@ -271,10 +267,7 @@ def judge(
     newest = jnp.take_along_axis(drawn, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     last = jnp.where(count > 0, newest, tokens[:, 0])
     if draws is not None:
-        history = draws.history
-        if history is not None:
-            history = _with_tokens(history, drawn, place < count[:, None])
-        draws = draws._replace(count=draws.count + count, history=history)
+        draws = draws.after(drawn, place < count[:, None])
     ended = (first_end < count) | (count == room)
     return Verdict(drawn, count, last, ended, draws, logits.reshape(-1, logits.shape[2]))
 
@@ -282,24 +275,12 @@ def judge(
 def draw_all(logits: Float[Array, "b c v"], draws: Draws) -> Int[Array, "b c"]:
     """Draw after every token, each time as if the draws before were the sequence's tokens."""
 
-    def one(
-        carry: tuple[Array, History | None], logits: Float[Array, "b v"]
-    ) -> tuple[tuple[Array, History | None], Array]:
-        count, history = carry
-        uniform = uniforms(draws.settings.seed, draws.stream, count)
-        new = sample(logits, draws.settings, uniform, history)
-        if history is not None:
-            history = _with_tokens(history, new[:, None], jnp.ones((len(new), 1), bool))
-        return (count + 1, history), new
+    def one(draws: Draws, logits: Float[Array, "b v"]) -> tuple[Draws, Array]:
+        tokens, draws = draw(logits, draws)
+        return draws, tokens
 
-    _, drawn = lax.scan(one, (draws.count, draws.history), logits.swapaxes(0, 1))
+    _, drawn = lax.scan(one, draws, logits.swapaxes(0, 1))
     return drawn.swapaxes(0, 1)
-
-
-def _with_tokens(history: History, tokens: Int[Array, "b n"], counted: Array) -> History:
-    sequence = jnp.arange(len(tokens), dtype=jnp.int32)[:, None]
-    drawn = history.drawn.at[sequence, jnp.maximum(tokens, 0)].add(counted.astype(jnp.int32))
-    return history._replace(drawn=drawn)
 
 
 def save(decoder: Decoder, cache: Cache) -> Cache:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.engine.batch import put_sequence, take_sequence
@@ -48,6 +48,22 @@ class Draws(NamedTuple):
     stream: Int[Array, " b"]
     count: Int[Array, " b"]
     history: History | None
+
+    def after(self, tokens: Int[Array, "b n"], drawn: Bool[Array, "b n"]) -> "Draws":
+        """Return the inputs after tokens, of which those that are not `drawn` change nothing."""
+        history, count = self.history, jnp.sum(drawn, axis=1, dtype=jnp.int32)
+        if history is not None:
+            sequence = jnp.arange(len(tokens), dtype=jnp.int32)[:, None]
+            times = history.drawn.at[sequence, jnp.maximum(tokens, 0)].add(drawn.astype(jnp.int32))
+            history = history._replace(drawn=times)
+        return self._replace(count=self.count + count, history=history)
+
+
+def draw(logits: Float[Array, "b v"], draws: Draws) -> tuple[Int[Array, " b"], Draws]:
+    """Return the next tokens, and the inputs of the draws after them."""
+    uniform = uniforms(draws.settings.seed, draws.stream, draws.count)
+    tokens = sample(logits, draws.settings, uniform, draws.history)
+    return tokens, draws.after(tokens[:, None], jnp.ones((len(tokens), 1), jnp.bool))
 
 
 class Sampler:
@@ -175,19 +191,16 @@ class Sampler:
 def sampling_programs(mesh: Mesh) -> Any:
     """Return the compiled functions of `Sampler` for batches on a mesh."""
 
-    def draw(
+    def draw_next(
         logits: Float[Array, "b v"],
         settings: SamplingArrays,
         stream: Int[Array, " b"],
-        step: Int[Array, " b"],
+        count: Int[Array, " b"],
         history: History | None,
     ) -> tuple[Int[Array, " b"], Int[Array, " b"], History | None]:
-        """Draw tokens, and count them in the history, which is donated."""
-        tokens = sample(logits, settings, uniforms(settings.seed, stream, step), history)
-        if history is not None:
-            drawn = history.drawn.at[jnp.arange(len(tokens)), tokens].add(1)
-            history = history._replace(drawn=drawn)
-        return tokens, step + 1, history
+        """Return the results of `draw` that are new; the history is donated."""
+        tokens, draws = draw(logits, Draws(settings, stream, count, history))
+        return tokens, draws.count, draws.history
 
     def log_probs(logits: Float[Array, "b v"], tokens: Int[Array, " b"]) -> LogProbs:
         return log_probs_of(logits, tokens, MOST_LOG_PROBS)
@@ -195,7 +208,7 @@ def sampling_programs(mesh: Mesh) -> Any:
     at = Placement(mesh)
     return types.SimpleNamespace(
         limit=Program(limited, (), at.batch),
-        draw=Program(draw, (), at.batch, donate_argnums=4),
+        draw=Program(draw_next, (), at.batch, donate_argnums=4),
         log_probs=Program(log_probs, (), at.batch),
         put=Program(put_sequence, (), at.batch, donate_argnums=0),
         take=Program(take_sequence, (), at.batch),
