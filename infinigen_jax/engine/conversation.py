@@ -60,7 +60,7 @@ class Conversation:
         self.messages: list[dict[str, str]] = []
         self.template: str | None = None
         self.run: Run | None = None
-        self._begun: Begun | None = Begun(None, [0])
+        self._begun: Begun | None = Begun()
         self._turns, self._drawn = 0, 0  # turns and resets so far; tokens drawn before this turn
 
     @property
@@ -72,7 +72,7 @@ class Conversation:
     @property
     def cached(self) -> int:
         """Number of cached tokens: all tokens, possibly except the last."""
-        return 0 if self._begun is None else self._begun.cached[0]
+        return 0 if self._begun is None else self._begun.cached
 
     @property
     def unfinished(self) -> bool:
@@ -166,7 +166,7 @@ class Conversation:
         if self.run is not None:
             vars(self.run).pop("cache", None)  # makes room for the next turn's
         self._turns += 1
-        self.tokens, self._begun = [], Begun(None, [0], drawn)
+        self.tokens, self._begun = [], Begun(drawn=drawn)
 
     def save(self, path: str | Path) -> None:
         """Write the conversation to a file, whole or not at all.
@@ -230,7 +230,7 @@ class Conversation:
         for plan in reader.phases(1, cached, waiting=False):
             check_memory(plan, runtime.device, remedies)
         cache = restore(runtime.decoder, capacity, cached, file) if cached else None
-        conversation._begun = Begun(cache, [cached], drawn)
+        conversation._begun = Begun(cache, cached, drawn)
         return conversation
 
     def _keep(self, run: Run, turn: int) -> None:
@@ -239,7 +239,7 @@ class Conversation:
             return
         run.settle()
         drawn = self._drawn + len(run.new_tokens[0])
-        self._begun = Begun(run.cache, [int(run.cached[0])], drawn, run.draft_length)
+        self._begun = Begun(run.cache, int(run.cached[0]), drawn, run.draft_length)
 
 
 @contextlib.contextmanager

@@ -104,10 +104,9 @@ class Run(Batch):
         shortest = int(self.prompt_lengths.min()) if capacity is None else 0
         exceeded = largest_below(shortest, self.capacity)
         super().__init__(runtime, self.prompt_lengths[:size], exceeded)
-        begun = begun or Begun(None, [0] * size)
-        cached, waiting = min(begun.cached), bool(self.waiting)
+        begun, waiting = begun or Begun(), bool(self.waiting)
         self.plan = self._reader.cache_plan(size)
-        self.phases = self._reader.phases(size, cached, waiting=waiting)
+        self.phases = self._reader.phases(size, begun.cached, waiting=waiting)
         if begun.cache is None:
             lengths = LENGTHS if capacity is None else ("`context`",)
             may_pool = capacity is None and not self._reader.shared
@@ -132,7 +131,7 @@ class Run(Batch):
         read = self._reader.read(numbers, self._begun, notify, last=not waiting)
         self.cache, self._sampler = read.cache, self._make_sampler(numbers, self._begun.drawn)
         self.drawn, self._log_probs = self._draw(self._sampler, read)
-        self._begun = Begun(None, [])  # its arrays were donated
+        self._begun = Begun()  # its arrays were donated
         self.drawn.block_until_ready()
         self.clock.read_prompts()
 

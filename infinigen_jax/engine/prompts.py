@@ -53,8 +53,8 @@ UNIT = 128  # the number of a sequence's unshared slots is a multiple of it
 class Begun(NamedTuple):
     """Cache that a run continues with, and the number of tokens drawn before."""
 
-    cache: Cache | None  # its arrays are donated; None if empty
-    cached: list[int]  # number of leading tokens of each prompt that are cached, fewer than all
+    cache: Cache | None = None  # its arrays are donated; None if empty
+    cached: int = 0  # number of leading tokens of every prompt that are cached, fewer than all
     drawn: int = 0
     length: DraftLength | None = None  # measurements of a lossless conversation's earlier rounds
 
@@ -132,7 +132,7 @@ class PromptReader:
         """Read the shared prefix, if any, which `read` continues from."""
         if self.shared:
             prefix = [self._prompts[0][: self.shared]]
-            self._prefix = self._read(prefix, [0], Begun(None, [0]), notify).cache
+            self._prefix = self._read(prefix, [0], Begun(), notify).cache
 
     def read(
         self,
@@ -148,17 +148,17 @@ class PromptReader:
         """
         if self._prefix is not None:
             cache = broadcast(self.decoder, self._prefix, len(numbers), self._sharing)
-            begun = Begun(cache, [self.shared] * len(numbers))
+            begun = Begun(cache, self.shared)
             if last:
                 self._prefix = None
-        begun = begun or Begun(None, [0] * len(numbers))
-        return self._read([self._prompts[i] for i in numbers], numbers, begun, notify)
+        prompts = [self._prompts[i] for i in numbers]
+        return self._read(prompts, numbers, begun or Begun(), notify)
 
     def _read(
         self, prompts: list[list[int]], numbers: Sequence[int], begun: Begun, notify: Notify | None
     ) -> Prefilled:
         """Process the tokens of prompts that are not cached."""
-        rest = [prompt[n:] for prompt, n in zip(prompts, begun.cached, strict=True)]
+        rest = [prompt[begun.cached :] for prompt in prompts]
         lengths = np.array([len(prompt) for prompt in rest], np.int32)
         tokens = np.zeros((len(rest), int(lengths.max())), np.int32)
         for padded, prompt in zip(tokens, rest, strict=True):
