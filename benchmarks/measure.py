@@ -30,7 +30,7 @@ from benchmarks.systems import FEWEST_STEPS, LLAMA_CPP, Ours, System, is_ours, n
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.generation import Run
 from infinigen_jax.engine.memory_plan import MemoryPlan, plan_cache, shortage, step_bytes
-from infinigen_jax.engine.prompts import round_up_capacity
+from infinigen_jax.engine.prompts import capacity_for
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.texts import common_length
 from infinigen_jax.loading.load import Model
@@ -102,7 +102,7 @@ def needs_of(bench: Bench, context: int) -> tuple[dict[str, MemoryPlan], dict[st
             except InputError as error:
                 absent[name] = {"absent": "refused", "reason": str(error)}
                 continue
-            sizes = options.batch, round_up_capacity(total)
+            sizes = options.batch, capacity_for(engine.decoder, total)
             plan = plan_cache(engine.decoder, *sizes)
             work = step_bytes(engine.decoder, engine.runtime.weights.params, *sizes)
             needs[name] = plan.at_work(work)

@@ -32,7 +32,7 @@ from infinigen_jax.cache.host_array import Placement
 from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.memory_plan import plan_cache
-from infinigen_jax.engine.prompts import round_up_capacity
+from infinigen_jax.engine.prompts import capacity_for
 from infinigen_jax.errors import run_command
 from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill import compiled
@@ -150,7 +150,7 @@ def memory(engine: Engine, tokens: int) -> dict[str, Any]:
 
 def sizes(engine: Engine, tokens: int) -> tuple[int, int]:
     """Return the chunk and the capacity for a prompt."""
-    capacity = round_up_capacity(tokens + 1)
+    capacity = capacity_for(engine.decoder, tokens + 1)
     chunk = chunk_for(engine.decoder, 1, tokens, engine.runtime.prefill_chunk)
     return min(chunk, capacity), capacity
 

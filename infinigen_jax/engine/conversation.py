@@ -26,7 +26,7 @@ from infinigen_jax.engine.encoding import Prompt, encode
 from infinigen_jax.engine.generation import Run
 from infinigen_jax.engine.lossless import make_run
 from infinigen_jax.engine.memory_plan import Remedies, check_memory
-from infinigen_jax.engine.prompts import Begun, PromptReader, checked_context, round_up_capacity
+from infinigen_jax.engine.prompts import Begun, PromptReader, capacity_for, checked_context
 from infinigen_jax.engine.results import Step
 from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.engine.saved_file import WRONG, SavedFile, arrays, kinds, restore, write_saved
@@ -66,8 +66,7 @@ class Conversation:
     @property
     def capacity(self) -> int:
         """Capacity of the cache in tokens, `context` rounded up."""
-        tokens = max(self.context, self.runtime.decoder.policy.window)
-        return round_up_capacity(tokens + self.runtime.draft_room)
+        return capacity_for(self.runtime.decoder, self.context + self.runtime.draft_room)
 
     @property
     def cached(self) -> int:

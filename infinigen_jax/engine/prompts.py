@@ -86,9 +86,8 @@ class PromptReader:
         prefix = min(prefix, common_prefix(prompts))
         if prefix and may_share(runtime.model.config, self._longest):
             self._sharing = choose_sharing(self.decoder, prefix, tokens, batch)
-        else:  # a flush writes a whole window
-            whole = capacity or round_up_capacity(max(tokens, self.decoder.policy.window))
-            self._sharing = Sharing(0, 0, whole)
+        else:
+            self._sharing = Sharing(0, 0, capacity or capacity_for(self.decoder, tokens))
         self.shared, self.capacity = self._sharing.tokens, self._sharing.capacity
         self.slots = self.decoder.host_slots(tokens, self.capacity)
         self._prefix: Cache | None = None
@@ -273,8 +272,12 @@ def checked_context(config: ModelConfig, context: int | None) -> int:
     return int(context)
 
 
-def round_up_capacity(tokens: int) -> int:
-    """Round a capacity up to a multiple of a block, so that few programs are compiled."""
+def capacity_for(decoder: Decoder, tokens: int) -> int:
+    """Return the capacity of a cache for up to `tokens` tokens of each sequence.
+
+    It is a multiple of a block, so that few programs are compiled.
+    """
+    tokens = max(tokens, decoder.policy.window)  # a flush writes a whole window
     unit = UNIT if tokens <= STREAM_BLOCK else STREAM_BLOCK
     return -(-tokens // unit) * unit
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.engine.engine import Engine
-from infinigen_jax.engine.prompts import round_up_capacity
+from infinigen_jax.engine.prompts import capacity_for
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.scoring import (
     READ_EVERY,
@@ -152,7 +152,7 @@ def _cut(one: Continuation, config: ModelConfig) -> Continuation:
 def _first_token(engine: Engine, token: int, target: int) -> tuple[float, float]:
     """Return a token's log-likelihood after a single one, and whether it is the most likely."""
     decoder, one = engine.decoder, np.ones((1, 1), np.int32)
-    capacity = round_up_capacity(decoder.policy.window)
+    capacity = capacity_for(decoder, 1)
     slots = decoder.host_slots(1, capacity)
     read = prefill(decoder, engine.runtime.weights, token * one, one[0], capacity, slots)
     logits = np.asarray(read.logits, np.float64)[0]

@@ -27,7 +27,7 @@ from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.state import Weights
 from infinigen_jax.engine.draft_length import size_of
 from infinigen_jax.engine.memory_plan import MemoryPlan, plan_cache, prefill_bytes, step_bytes
-from infinigen_jax.engine.prompts import round_up_capacity
+from infinigen_jax.engine.prompts import capacity_for
 from infinigen_jax.engine.runtime import HOT_SET, draft_form, most_drafted
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.conversion_cache import known_conversion
@@ -222,7 +222,7 @@ class Planner:
 
         def memory(drafted: int) -> tuple[int, int, dict[str, Any]]:
             """Return capacity, slots and sizes with room for a number of drafted tokens."""
-            capacity = round_up_capacity(max(context + drafted, decoder.policy.window))
+            capacity = capacity_for(decoder, context + drafted)
             slots = decoder.host_slots(context, capacity)
             length = min(chunk, capacity)
             cache = plan_cache(decoder, batch, capacity, slots)

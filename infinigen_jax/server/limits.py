@@ -10,7 +10,7 @@ from infinigen_jax.engine.memory_plan import (
     prefill_bytes,
     step_bytes,
 )
-from infinigen_jax.engine.prompts import checked_context, round_up_capacity
+from infinigen_jax.engine.prompts import capacity_for, checked_context
 from infinigen_jax.errors import InputError, ParameterError
 
 CHUNK_ON_CPU, CHUNK = 512, 2048  # default chunk lengths
@@ -40,7 +40,7 @@ class Limits:
         self.prefix_bytes, self.heat_maps = prefix_bytes, heat_maps
         self.context = checked_context(engine.model.config, context)  # a prompt and its answer
         room = runtime.draft_room
-        capacity = round_up_capacity(max(self.context + room, decoder.policy.window))
+        capacity = capacity_for(decoder, self.context + room)
         default = CHUNK_ON_CPU if decoder.transfer.in_place else CHUNK
         self.capacity = capacity  # of a sequence, in tokens
         self.chunk = min(runtime.prefill_chunk or default, capacity)  # between two decode steps
