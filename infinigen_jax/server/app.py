@@ -175,8 +175,7 @@ def _add_completions(app: FastAPI, scheduler: Scheduler, service: Service) -> No
     async def completions(body: Completion, request: Request) -> Response:
         """Continue one or several prompts."""
         _check_model(body.model, service)
-        if len(body.prompts) <= scheduler.limits.waiting:  # more are refused by another error
-            scheduler.check(len(body.prompts))  # before they are tokenised, which takes long
+        scheduler.check(len(body.prompts))  # before they are tokenised, which takes long
         encoded = await asyncio.to_thread(prompts.completion, body)
         wire = Wire(service.model, body, prompts.tokenizer, encoded)
         return await _answer(scheduler, request, wire, prompts.jobs(body, encoded))

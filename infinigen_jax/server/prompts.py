@@ -43,9 +43,6 @@ class Prompts:
         self._grammars = Grammars(self.tokenizer, model.config.vocab_size, model.eos_ids)
 
     def completion(self, body: Completion) -> list[list[int]]:
-        most, given = self._limits.waiting, len(body.prompts)
-        if given > most:
-            raise RefusedError(f"at most {most} prompts in a request, not {given}", "prompt")
         return [self._checked(prompt, body, "prompt") for prompt in body.prompts]
 
     def chat(self, body: ChatCompletion) -> list[int]:

@@ -82,11 +82,14 @@ class Scheduler:
         self._thread.start()
 
     def check(self, prompts: int) -> None:
-        """Raise RefusedError if this number of prompts cannot be queued."""
+        """Raise RefusedError if this number of prompts of a request cannot be queued."""
+        most = self.limits.waiting
+        if prompts > most:
+            raise RefusedError(f"at most {most} prompts in a request, not {prompts}", "prompt")
         with self._wake:
             if self._stopping or not self.ready.is_set() or self.failure is not None:
                 raise RefusedError(UNAVAILABLE, status=503)
-            if len(self._waiting) + prompts > self.limits.waiting + self._free:
+            if len(self._waiting) + prompts > most + self._free:
                 raise RefusedError("too many requests wait; try again later", status=429)
 
     def submit(self, jobs: Sequence[Job]) -> None:

@@ -258,7 +258,8 @@ def test_full_queue_and_shutdown(served: Served, monkeypatch):
             if isinstance(piece, Exception):
                 ended.append(piece)
 
-        scheduler.submit([job(1, send), job(1, send)])  # all run together
+        for _ in range(2):
+            scheduler.submit([job(1, send)])  # all run together
 
         def is_full() -> bool:
             """Return whether no sequence is free, and a request waits."""
