@@ -154,11 +154,6 @@ class ServedBatch(abc.ABC):
         An answer may leave while tokens are yielded; the caller drops those that follow.
         """
 
-    def try_join(self, reading: Reading) -> None:
-        """Run the program by which a prompt joins, and forget it."""
-        self.live.join(0, self._begin(reading))
-        self.live.leave(0)
-
     def warm_up(self, reading: Reading) -> Iterator[None]:
         """Run every program, with a complete prompt in sequence 0; yield between programs."""
         yield

@@ -170,8 +170,6 @@ class Scheduler:
             reading.advance()
             if self._prefixes is not None:
                 self._prefixes.warm_up(reading)
-            yield
-            self._batch.try_join(reading)
         assert reading is not None
         yield from self._batch.warm_up(reading)
         yield
