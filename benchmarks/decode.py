@@ -38,8 +38,7 @@ from infinigen_jax.planner import bandwidths
 from infinigen_jax.settings.engine import WEIGHT_DTYPES
 
 SETTINGS = (
-    "preset shape batch dtype weight_dtype tokens rounds warmup steps budget budget_rows alpha "
-    "systems"
+    "preset shape batch dtype weight_dtype tokens rounds warmup steps budget_rows systems"
 ).split()
 PRESETS = {
     "smoke": "--shape toy --contexts 320 640 --tokens 3 --rounds 2 --warmup 1 --steps 6 "
@@ -105,9 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
     text = "single steps timed after the rounds; more than `window` include a flush (default 80)"
     add("--steps", type=count, default=80, help=text)
     add("--trace-steps", type=int, default=4, help="steps traced by the profiler; 0: no breakdown")
-    add("--budget", type=float, help="maximum share of rows fetched (default: the policy's)")
     add("--budget-rows", type=count, default=256, help="rows of infinigen-fixed (default 256)")
-    add("--alpha", type=float, help="alpha of infinigen (default: the policy's)")
     add("--cap-seconds", type=float, default=math.inf, help="time after which nothing starts")
     add("--json", type=Path, help="result file (default: benchmarks/results/PRESET-DEVICE.json)")
     return parser

@@ -89,12 +89,11 @@ def settings(name: str, options: argparse.Namespace, model: Model, context: int)
     if name == "infinigen-paper":
         paper = InfiniGenPaper(alpha=5.0 if model.config.family == "llama" else 4.0)
         return {"policy": paper, "dense_layers": 0, "hot_set": 0.0}
-    budget = options.budget_rows / context if name == "infinigen-fixed" else options.budget
-    asked = {"alpha": options.alpha, "budget": min(budget, 1.0) if budget else None}
-    given = {key: value for key, value in asked.items() if value is not None}
-    given |= read_policy(name)[1] if ":" in name else {}
-    rows = {"rows": "int4"} if name == "infinigen-int4" else {}
-    return {"policy": InfiniGen(**given)} | rows
+    if name == "infinigen-fixed":
+        return {"policy": InfiniGen(budget=min(options.budget_rows / context, 1.0))}
+    if name == "infinigen-int4":
+        return {"policy": InfiniGen(), "rows": "int4"}
+    return {"policy": InfiniGen(**read_policy(name)[1])}
 
 
 class Ours(System):

@@ -230,7 +230,7 @@ def test_presets_parse_and_give_engines_their_settings(name):
 
 def test_infinigen_with_other_settings_is_a_system_of_its_own(capsys):
     name = "infinigen:tail_columns=0,alpha=3"
-    options = decode.parse(["--preset", "smoke", "--systems", name, "--alpha", "4"])
+    options = decode.parse(["--preset", "smoke", "--systems", name])
     assert options.systems == [name] and is_ours(name)
     policy = settings(name, options, model_of("toy"), 1000)["policy"]
     assert (policy.tail_columns, policy.alpha) == (0, 3)
