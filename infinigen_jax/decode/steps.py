@@ -6,7 +6,7 @@ loop: one call per token, compiled again for each number of layers. Both run the
 give equal results.
 
 The loop is unrolled, not scanned: a scan over stacked weights copies every weight once per token
-(docs/gpu.md).
+(docs/architecture.md).
 """
 
 import dataclasses
