@@ -93,7 +93,7 @@ class Conversation:
         then consists of the tokens so far.
 
         Args:
-            prompt: text or token numbers. Text after the first turn gets no special tokens.
+            prompt: text or token ids. Text after the first turn gets no special tokens.
             max_new_tokens: maximum number of new tokens; the end of the context also limits it.
             stop: strings that end the answer's text before them; the tokens stay in the context.
             continues: whether the answer continues the prompt's text, whose next word may begin

@@ -1,4 +1,4 @@
-"""Encoding of prompts, given as text or token numbers, as token numbers."""
+"""Encoding of prompts, given as text or token ids, as token ids."""
 
 import numbers
 import operator
@@ -21,10 +21,10 @@ def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [given]
     for prompt in given if isinstance(given, list) else [given]:
         if isinstance(prompt, Mapping):
-            raise ParameterError("prompts", "messages become token numbers with `encode_chat`")
+            raise ParameterError("prompts", "messages become token ids with `encode_chat`")
         if not isinstance(as_list(prompt), str | list):
             kind = type(prompt).__name__
-            problem = f"a prompt is text or a list of token numbers, not {kind}"
+            problem = f"a prompt is text or a list of token ids, not {kind}"
             raise ParameterError("prompts", problem)
     return given
 
@@ -48,7 +48,7 @@ def _is_token(value: Any) -> bool:
 def encode(
     model: Model, prompt: Prompt, *, add_special_tokens: bool = True, further: bool = False
 ) -> list[int]:
-    """Return the token numbers of a prompt.
+    """Return the token ids of a prompt.
 
     Args:
         add_special_tokens: whether text gets those that begin one. Not the text of a chat template,
@@ -60,7 +60,7 @@ def encode(
             raise ParameterError("prompts", "the prompt is empty; give at least one character")
         checked_text("prompts", prompt)
         if model.tokenizer is None:
-            raise InputError("this model has no tokenizer; give prompts as token numbers")
+            raise InputError("this model has no tokenizer; give prompts as token ids")
         if further:
             prompt = encode_further(model.tokenizer, prompt)
         else:

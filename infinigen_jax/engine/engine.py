@@ -74,7 +74,7 @@ class Engine:
         return self.runtime.decoder
 
     def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token numbers of a prompt.
+        """Return the token ids of a prompt.
 
         Args:
             add_special_tokens: whether text gets those that begin one. Not the text of a chat
@@ -86,7 +86,7 @@ class Engine:
         return encode(self.model, prompt, add_special_tokens=add_special_tokens)
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Return the token numbers of a chat, with a prompt for the next answer.
+        """Return the token ids of a chat, with a prompt for the next answer.
 
         Args:
             messages: "role" and "content" of each, for the model's chat template.
@@ -101,20 +101,20 @@ class Engine:
         return self.encode(text, add_special_tokens=False)
 
     def encode_with_prefix(self, prefix: Prompt, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Return the token numbers of prompts that share a prefix; text is tokenised as a whole.
+        """Return the token ids of prompts that share a prefix; text is tokenised as a whole.
 
         Raises:
-            InputError: if `encode` raises it, or if text and token numbers are mixed.
+            InputError: if `encode` raises it, or if text and token ids are mixed.
         """
         given: Any = [as_list(prefix), *prompts]
         if isinstance(prefix, str):
             checked_text("prefix", prefix)
         elif not isinstance(given[0], list):
-            raise ParameterError("prefix", "give text or a list of token numbers", prefix)
+            raise ParameterError("prefix", "give text or a list of token ids", prefix)
         if not len(prefix):
             return [self.encode(prompt) for prompt in given[1:]]
         if len({isinstance(each, str) for each in given}) > 1:
-            why = "give it like the prompts, as text or as token numbers"
+            why = "give it like the prompts, as text or as token ids"
             raise ParameterError("prefix", why)
         if isinstance(prefix, str):
             return [self.encode(prefix + prompt) for prompt in given[1:]]
@@ -150,7 +150,7 @@ class Engine:
         """Process prompts and draw their first tokens.
 
         Args:
-            prompts: text or token numbers of each prompt, or a single prompt.
+            prompts: text or token ids of each prompt, or a single prompt.
             sampling: settings, also one for each prompt; greedy by default. Equal prompts draw
                 differently.
             max_new_tokens: maximum number of new tokens per prompt.
@@ -272,7 +272,7 @@ class Engine:
         """Yield a Step per token until every sequence has ended or has `max_new_tokens`.
 
         Args:
-            prompts: text or token numbers of each prompt, or a single prompt. Texts are continued.
+            prompts: text or token ids of each prompt, or a single prompt. Texts are continued.
             sampling: settings, also one for each prompt; greedy by default.
             max_new_tokens: maximum number of new tokens per prompt.
             ignore_eos: whether to continue after the end-of-sequence token.

@@ -222,7 +222,7 @@ def _token(hf: HFConfig, name: str, vocabulary: int) -> int | None:
         return None
     if type(value) is not int or not 0 <= value < vocabulary:
         raise UnsupportedModelError(
-            f"config.json: {name} is {value!r}; it must be a token number below {vocabulary}"
+            f"config.json: {name} is {value!r}; it must be a token id below {vocabulary}"
         )
     return value
 

@@ -89,7 +89,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         if field in NEUTRAL:
             message = UNSUPPORTED
         if field == "prompt":
-            message, path = "give a text, token numbers, or a list of either", [field]
+            message, path = "give a text, token ids, or a list of either", [field]
         named, separator, _ = message.partition(": ")
         if not path and separator:  # of a check of several fields
             return refusal(400, message, named)

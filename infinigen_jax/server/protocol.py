@@ -161,7 +161,7 @@ class Completion(Generating):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, each as text or token numbers."""
+        """The prompts, each as text or token ids."""
         given: Any = self.prompt
         return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 

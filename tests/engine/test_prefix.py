@@ -165,7 +165,7 @@ def test_text_is_tokenised_whole():
     model = dataclasses.replace(random_model("gqa"), given_tokenizer=tokenizer)
     made = Engine(model, policy=SPARSE)
     assert made.encode_with_prefix("xxa", ["b", "c"]) == [made.encode("xxz"), made.encode("xxac")]
-    refuses("as text or as token numbers", made.generate, [[5]], prefix="xxa")
+    refuses("as text or as token ids", made.generate, [[5]], prefix="xxa")
     refuses("prefix: .*UTF-8", made.generate, "b", prefix="\ud800")
 
 
