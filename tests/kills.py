@@ -57,9 +57,9 @@ def kill_everywhere(
 
 def conversion(folder: Path) -> tuple[Callable[[], None], Callable[[], str]]:
     """Converting FOLDER/llama over the conversion that is in FOLDER/out."""
-    from infinigen_jax.checkpoint.manifest import read_manifest, verify_files
+    from infinigen_jax.checkpoint.manifest import read_manifest
     from infinigen_jax.convert.pipeline import convert
-    from infinigen_jax.loading.conversion_cache import remembered_hashes
+    from infinigen_jax.loading.conversion_cache import verify_files
 
     out = folder / "out"
 
@@ -68,7 +68,7 @@ def conversion(folder: Path) -> tuple[Callable[[], None], Callable[[], str]]:
 
     def check() -> str:
         manifest = read_manifest(out)
-        verify_files(out, manifest, remembered_hashes)
+        verify_files(out, manifest)
         return manifest.dtype
 
     return work, check

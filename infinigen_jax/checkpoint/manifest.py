@@ -28,8 +28,7 @@ layer before.
 import dataclasses
 import hashlib
 import json
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,26 +94,6 @@ def read_manifest(folder: Path) -> Manifest:
     if problems:
         raise InputError(f"{path}: {problems[0]}; {AGAIN}")
     return manifest
-
-
-def verify_files(
-    folder: Path, manifest: Manifest, hashes_of: Callable[[Mapping[str, Path]], Mapping[str, str]]
-) -> None:
-    """Compare the size and SHA-256 of every file, as `hashes_of` returns it, with the manifest."""
-    paths = {name: folder / name for name in manifest.files}
-    for name in {"generation_config.json"} - manifest.files.keys():
-        if os.path.lexists(folder / name):
-            raise InputError(f"{folder / name}: not of this conversion; remove it, or {AGAIN}")
-    for name, path in paths.items():
-        if not path.is_file():
-            raise InputError(f"{path}: missing; {AGAIN}")
-        size, expected = path.stat().st_size, manifest.files[name]["size"]
-        if size != expected:
-            raise InputError(f"{path}: {size} bytes instead of {expected}; {AGAIN}")
-    hashes = hashes_of(paths)
-    for name, path in paths.items():
-        if hashes[name] != manifest.files[name]["sha256"]:
-            raise InputError(f"{path}: damaged, its SHA-256 is not the recorded one; {AGAIN}")
 
 
 def file_record(path: Path) -> dict[str, Any]:

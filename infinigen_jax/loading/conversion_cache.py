@@ -12,6 +12,7 @@ faster, but two checkpoints of one training run may agree in the sample.
 import contextlib
 import hashlib
 import json
+import os
 import re
 import shutil
 import time
@@ -19,9 +20,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from infinigen_jax.checkpoint.manifest import (
+    AGAIN,
     DEFAULT_SKEW,
     FORMAT_VERSION,
     MANIFEST_FILE,
+    Manifest,
     file_sha256,
 )
 from infinigen_jax.checkpoint.source import content_files, is_gguf
@@ -73,6 +76,24 @@ def cache_folder(source: Path, *, read_large: bool = True) -> Path:
     contents = _hashes(content_files(source), root / HASHES, read_large=read_large)
     key = hashlib.sha256(json.dumps([contents, settings], sort_keys=True).encode())
     return root / key.hexdigest()[:32]
+
+
+def verify_files(folder: Path, manifest: Manifest) -> None:
+    """Compare the size and SHA-256 of a conversion's files with the manifest."""
+    paths = {name: folder / name for name in manifest.files}
+    for name in {"generation_config.json"} - manifest.files.keys():
+        if os.path.lexists(folder / name):
+            raise InputError(f"{folder / name}: not of this conversion; remove it, or {AGAIN}")
+    for name, path in paths.items():
+        if not path.is_file():
+            raise InputError(f"{path}: missing; {AGAIN}")
+        size, expected = path.stat().st_size, manifest.files[name]["size"]
+        if size != expected:
+            raise InputError(f"{path}: {size} bytes instead of {expected}; {AGAIN}")
+    hashes = remembered_hashes(paths)
+    for name, path in paths.items():
+        if hashes[name] != manifest.files[name]["sha256"]:
+            raise InputError(f"{path}: damaged, its SHA-256 is not the recorded one; {AGAIN}")
 
 
 def remembered_hashes(files: Mapping[str, Path]) -> dict[str, str]:

@@ -30,7 +30,6 @@ from infinigen_jax.checkpoint.manifest import (
     SKEW_FILE,
     Manifest,
     read_manifest,
-    verify_files,
 )
 from infinigen_jax.checkpoint.skew_file import DTYPES, Ahead, Basis, read_skew
 from infinigen_jax.checkpoint.source import checked_source, open_tensors, read_config, wide_matrices
@@ -40,8 +39,8 @@ from infinigen_jax.loading.conversion_cache import (
     cache_folder,
     cache_lock,
     prune,
-    remembered_hashes,
     usable,
+    verify_files,
 )
 from infinigen_jax.loading.room import check_room, readers
 from infinigen_jax.machine.backend import start_backend
@@ -283,7 +282,7 @@ def _load_converted(
 ) -> Model:
     """Load a conversion; its weights are those of `source`, with this configuration, if given."""
     manifest = read_manifest(folder)
-    verify_files(folder, manifest, remembered_hashes)
+    verify_files(folder, manifest)
     config = config or read_config(folder)[1]
     skewing = read_skew(folder, manifest, config)
     dtype, architecture = form.dtype, blueprint(config, form.dtype)
