@@ -154,8 +154,9 @@ def convert(
         ids = _token_numbers(calibration)
         text = ids.astype(np.int32).tobytes()
         tokens = windows(ids, config, DEFAULT_TOKENS, "calibration", text)
-    # Another process may have written the destination while this one waited for the lock.
-    with blas_threads(), staged(target, lambda: _check_destination(folder, target, force)) as out:
+    with blas_threads(), staged(target) as out:
+        # Another process may have written the destination while this one waited for the lock.
+        _check_destination(folder, target, force)
         job = Job(architecture, sources, stored, skew, speculate_from, tokens, absorbs)
         files = job.write_weights(out, progress, whole)
         files[SKEW_FILE] = job.write_skew(out)

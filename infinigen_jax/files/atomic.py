@@ -15,7 +15,7 @@ import signal
 import stat
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -78,20 +78,18 @@ def write_if_possible(destination: Path, content: bytes) -> None:
 
 
 @contextlib.contextmanager
-def staged(destination: Path, check: Callable[[], object] | None = None) -> Iterator[Path]:
+def staged(destination: Path) -> Iterator[Path]:
     """Create a temporary folder that becomes `destination` if the block ends without an exception.
 
     An earlier folder stays until the new one replaces it. Parents are created. Ctrl-C, SIGTERM and
-    SIGHUP inside the block remove the temporary folder, like any failure. `check` is called while
-    the destination is locked and may raise to refuse it.
+    SIGHUP inside the block remove the temporary folder, like any failure. The destination is locked
+    inside the block.
     """
     created = [parent for parent in destination.parents if not parent.exists()]
     with on_termination():
         try:
             destination.parent.mkdir(parents=True, exist_ok=True)
             with _writing(destination) as folder:
-                if check is not None:
-                    check()
                 try:
                     folder.mkdir()
                     yield folder
