@@ -150,14 +150,13 @@ TABLES = {
 class TensorSpec(NamedTuple):
     """A tensor that a model of this shape must have: its full name and shape in the file.
 
-    It is part `part` of `parts` of the parameter at `path`; a `gain` is stored minus 1.
+    It is part `part` of the parameter at `path`; a `gain` is stored minus 1.
     """
 
     name: str
     shape: tuple[int, ...]
     path: tuple[str, str]
     part: int = 0
-    parts: int = 1
     gain: bool = False
 
 
@@ -198,7 +197,7 @@ def expected(blueprint: Blueprint) -> TensorSpecs:
                     size, *others = leaves[leaf].shape
                     shape, path = (size // rule.parts, *others), (rule.module, leaf)
                     gain = config.norms_minus_one and leaf == "scale"
-                    found.append(TensorSpec(name, shape, path, rule.part, rule.parts, gain))
+                    found.append(TensorSpec(name, shape, path, rule.part, gain))
         return found
 
     numbers = range(config.num_layers)

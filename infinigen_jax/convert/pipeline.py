@@ -31,6 +31,7 @@ from infinigen_jax.checkpoint.manifest import (
     Manifest,
     file_record,
 )
+from infinigen_jax.checkpoint.skew_file import DTYPES
 from infinigen_jax.checkpoint.source import (
     checked_source,
     content_files,
@@ -57,7 +58,6 @@ from infinigen_jax.settings.policy import SOURCES
 from infinigen_jax.text.gguf_tokenizer import gguf_tokenizer, tokenizer_files
 from infinigen_jax.text.tokenizer import Tokenizer, load_tokenizer
 
-WEIGHT_DTYPES = {name: np.dtype(name) for name in ("float32", "bfloat16", "float16")}
 # Fields of config.json that would reveal a path of the machine that wrote it.
 PATHS = ("_name_or_path", "name_or_path")
 
@@ -253,9 +253,9 @@ def _unchanged_files(
     source: Path, sources: Mapping[str, TensorSource], dtype: str | None
 ) -> list[Path]:
     """Return the weight files that a conversion can use as they are; none if it changes weights."""
-    wanted = WEIGHT_DTYPES.values() if dtype is None else [WEIGHT_DTYPES[dtype]]
+    wanted = DTYPES if dtype is None else (dtype,)
     for tensor in sources.values():
-        if tensor.file.suffix != ".safetensors" or tensor.dtype not in wanted:
+        if tensor.file.suffix != ".safetensors" or tensor.dtype.name not in wanted:
             return []
     return weight_files(source)
 
@@ -263,14 +263,14 @@ def _unchanged_files(
 def _weight_dtype(dtype: str | None, sources: Mapping[str, TensorSource]) -> np.dtype:
     """Return the requested dtype, or the one that most stored elements have."""
     if dtype is not None:
-        if dtype not in WEIGHT_DTYPES:
-            raise ParameterError("dtype", f"use {listed([*WEIGHT_DTYPES])}", dtype)
-        return WEIGHT_DTYPES[dtype]
+        if dtype not in DTYPES:
+            raise ParameterError("dtype", f"use {listed(DTYPES)}", dtype)
+        return np.dtype(dtype)
     sizes: collections.Counter[np.dtype] = collections.Counter()
     for tensor in sources.values():
         sizes[tensor.dtype] += math.prod(tensor.shape)
     most = sizes.most_common(1)[0][0]
-    return most if most in WEIGHT_DTYPES.values() else WEIGHT_DTYPES["float32"]
+    return most if most.name in DTYPES else np.dtype(np.float32)
 
 
 def _converted_config(hf: Mapping[str, Any], dtype: np.dtype) -> dict[str, Any]:

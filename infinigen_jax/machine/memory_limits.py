@@ -47,14 +47,13 @@ def return_freed_memory() -> None:
         trim(0)
 
 
-def pinned_pool_limit_bytes(device: Any | None = None) -> int | None:
+def pinned_pool_limit_bytes(device: Any) -> int | None:
     """Return the limit of JAX's pool of pinned host memory, in bytes; None if there is no pool.
 
     XLA reads the environment variable XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB when it starts. Without the
     variable, the pool of a GPU ends at 64 GiB, however much memory the host has.
     """
-    platform = (device or jax.devices()[0]).platform
-    if platform == "cpu":
+    if device.platform == "cpu":
         return None
     text = os.environ.get(PINNED_POOL_VARIABLE) or str(PINNED_POOL_DEFAULT_GB)
     try:

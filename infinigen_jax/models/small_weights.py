@@ -65,7 +65,7 @@ def shrink(params: Params, dtype: str, wide: Set[str] = frozenset()) -> Params:
     }
 
 
-def dtype_of(name: str, dtype: str, wide: Set[str] = frozenset()) -> str:
+def dtype_of(name: str, dtype: str, wide: Set[str]) -> str:
     """Return the dtype of a matrix: with int4, `wide` ones, embeddings and logits are int8."""
     return "int8" if dtype == "int4" and name in {"tokens", "head", *wide} else dtype
 

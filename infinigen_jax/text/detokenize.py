@@ -50,10 +50,9 @@ class TextStream:
         self._tokenizer = tokenizer
         self._has_text = functools.cache(self._decides_text)
         self._pending: list[int] = []
-        self._context: list[int] = []  # tokens before the pending ones; their text was returned
         parts = ([*context[i:]] for i in range(len(context)))  # it may begin within a character
         whole = (part for part in parts if not self._decode(part).endswith(REPLACEMENT))
-        self._context = next(whole, [])
+        self._context = next(whole, [])  # tokens before the pending ones; their text was returned
 
     def push(self, token_ids: list[int]) -> str:
         """Append tokens; return the text that became final and was not returned before."""
