@@ -117,12 +117,12 @@ class SafetensorsWriter:
         layout: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
         metadata: Mapping[str, str] | None = None,
     ):
-        self._layout, self._pending = dict(layout), list(layout)
+        self._pending = iter(layout.items())
         self._hash = hashlib.sha256()
         self._size = 0
         header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
         position = 0
-        for name, (dtype, shape) in self._layout.items():
+        for name, (dtype, shape) in layout.items():
             end = position + math.prod(shape) * np.dtype(dtype).itemsize
             header[name] = {
                 "dtype": NAMES[np.dtype(dtype)],
@@ -142,18 +142,15 @@ class SafetensorsWriter:
 
     def add(self, name: str, tensor: np.ndarray) -> None:
         """Append the next tensor of `layout`; raise ValueError if it does not match."""
-        if not self._pending or self._pending[0] != name:
-            raise ValueError(f"tensor {name} written out of order")
-        dtype, shape = self._layout[name]
-        if tensor.dtype != dtype or tensor.shape != shape:
-            raise ValueError(f"{name}: {tensor.dtype}{tensor.shape} instead of {dtype}{shape}")
-        self._pending.pop(0)
+        given, expected = (name, (tensor.dtype, tensor.shape)), next(self._pending, None)
+        if given != expected:
+            raise ValueError(f"tensor {given} instead of {expected}")
         self._write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
 
     def close(self) -> dict[str, Any]:
         """Flush to disk; return the file's {"sha256": ..., "size": ...}."""
-        if self._pending:
-            raise ValueError(f"tensors never written: {', '.join(self._pending)}")
+        if pending := [name for name, _ in self._pending]:
+            raise ValueError(f"tensors never written: {', '.join(pending)}")
         self._file.flush()
         os.fsync(self._file.fileno())
         return {"sha256": self._hash.hexdigest(), "size": self._size}

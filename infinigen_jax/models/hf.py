@@ -231,7 +231,7 @@ def positive(hf: HFConfig, name: str, default: int | None = None, most: int = LA
     """Read a whole number from 1 to `most`; refuse others, and a missing one without default."""
     value = hf.get(name)
     value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+    if type(value) is not int or not 1 <= value <= most:
         shown = "missing" if value is None else repr(value)
         raise UnsupportedModelError(
             f"config.json: {name} is {shown}; it must be a whole number from 1 to {most:,}"
