@@ -201,7 +201,7 @@ def common_settings(hf: HFConfig, *, mlp: str) -> dict[str, Any]:
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
         "max_positions": positive(hf, "max_position_embeddings"),
-        "bos_id": _token(hf, "bos_token_id", vocabulary),
+        "bos_id": _token(hf.get("bos_token_id"), "bos_token_id", vocabulary),
         "eos_ids": end_tokens(hf, vocabulary),
     }
 
@@ -212,12 +212,11 @@ def end_tokens(hf: HFConfig, vocabulary: int) -> tuple[int, ...]:
     listed = hf.get(name)
     if not isinstance(listed, list):
         listed = [listed]
-    tokens = (_token({name: value}, name, vocabulary) for value in listed)
+    tokens = (_token(value, name, vocabulary) for value in listed)
     return tuple(token for token in tokens if token is not None)
 
 
-def _token(hf: HFConfig, name: str, vocabulary: int) -> int | None:
-    value = hf.get(name)
+def _token(value: Any, name: str, vocabulary: int) -> int | None:
     if value is None:
         return None
     if type(value) is not int or not 0 <= value < vocabulary:

@@ -60,13 +60,14 @@ def test_links_and_rights(tmp_path):
     folder.mkdir(parents=True)
     for blob in blobs.iterdir():
         (folder / blob.name).symlink_to(blob)
-    for name in ("tokenizer_evil.py", "id_rsa", "README.md"):
+    others = {"tokenizer_evil.py", "chat_template.py", "id_rsa", "README.md"}  # not copied
+    for name in others:
         (folder / name).symlink_to(blobs / "evil")
     convert(folder, tmp_path / "out", skew="none")
     assert not [file for file in (tmp_path / "out").iterdir() if file.is_symlink()]
     modes = {file.name: file.stat().st_mode & 0o077 for file in (tmp_path / "out").iterdir()}
     assert [name for name, mode in modes.items() if not mode] == ["tokenizer.json"]
-    assert not modes.keys() & {"tokenizer_evil.py", "id_rsa", "README.md"}
+    assert not modes.keys() & others
     assert load_file(tmp_path / "out/model.safetensors").keys()
 
 
