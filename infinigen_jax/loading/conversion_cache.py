@@ -73,7 +73,7 @@ def cache_folder(source: Path, *, read_large: bool = True) -> Path:
     settings = {"format": FORMAT_VERSION, "revision": REVISION, "skew": DEFAULT_SKEW}
     if is_gguf(source):  # a conversion holds the tokenizer that this module reads
         settings["tokenizer"] = file_sha256(Path(gguf_tokenizer.__file__))
-    contents = _hashes(content_files(source), root / HASHES, read_large=read_large)
+    contents = _hashes(content_files(source), read_large=read_large)
     key = hashlib.sha256(json.dumps([contents, settings], sort_keys=True).encode())
     return root / key.hexdigest()[:32]
 
@@ -90,19 +90,10 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
         size, expected = path.stat().st_size, manifest.files[name]["size"]
         if size != expected:
             raise InputError(f"{path}: {size} bytes instead of {expected}; {AGAIN}")
-    hashes = remembered_hashes(paths)
+    hashes = _hashes(paths)
     for name, path in paths.items():
         if hashes[name] != manifest.files[name]["sha256"]:
             raise InputError(f"{path}: damaged, its SHA-256 is not the recorded one; {AGAIN}")
-
-
-def remembered_hashes(files: Mapping[str, Path]) -> dict[str, str]:
-    """Return the SHA-256 of files; those of large ones are remembered in the cache, if any."""
-    try:
-        index = cache_root() / HASHES
-    except OSError:
-        return {name: file_sha256(file) for name, file in files.items()}
-    return _hashes(files, index)
 
 
 @contextlib.contextmanager
@@ -147,12 +138,12 @@ def prune(root: Path, limit: int = LIMIT) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _hashes(files: Mapping[str, Path], index: Path, *, read_large: bool = True) -> dict[str, str]:
-    """Return the SHA-256 of files; those of large ones are remembered in an index."""
-    try:
+def _hashes(files: Mapping[str, Path], *, read_large: bool = True) -> dict[str, str]:
+    """Return the SHA-256 of files; those of large ones are remembered in the cache, if any."""
+    index, known = None, {}
+    with contextlib.suppress(OSError, InputError):  # without an index or with a damaged one
+        index = cache_root() / HASHES
         known = read_json(index)
-    except InputError:  # absent or damaged: hash again
-        known = {}
     hashes, new = {}, {}
     now = time.time()
     for role, file in files.items():
@@ -169,7 +160,7 @@ def _hashes(files: Mapping[str, Path], index: Path, *, read_large: bool = True) 
         settled = now - max(status.st_mtime, status.st_ctime) > SETTLED
         if settled and status.st_size >= LARGE:
             new[name] = hashes[role]
-    if new:
+    if new and index is not None:
         newest = dict(list((known | new).items())[-MOST_HASHES:])
         write_if_possible(index, json.dumps(newest).encode())
     return hashes
