@@ -151,7 +151,7 @@ def convert(
         path = DEFAULT_TEXT if calibration is None else Path(calibration)
         tokens = tokenized_file(path, tokenizer(), config, DEFAULT_TOKENS)
     else:
-        ids = _token_numbers(calibration)
+        ids = _token_ids(calibration)
         text = ids.astype(np.int32).tobytes()
         tokens = windows(ids, config, DEFAULT_TOKENS, "calibration", text)
     with blas_threads(), staged(target) as out:
@@ -211,7 +211,7 @@ def _states(source: Path) -> dict[str, tuple[int, ...]]:
     return {n: (s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for n, s in files.items()}
 
 
-def _token_numbers(given: Sequence[int]) -> np.ndarray:
+def _token_ids(given: Sequence[int]) -> np.ndarray:
     """Return calibration tokens as an array; `windows` compares them with the vocabulary."""
     try:
         if isinstance(given, bytes | bytearray):
