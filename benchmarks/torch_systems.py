@@ -130,7 +130,7 @@ def torch_model(model: Model, settings: dict[str, Any]) -> Any:
 def _tensor(spec: TensorSpec, params: Params) -> Any:
     """Return a view of one of our arrays as the tensor of the file."""
     module, name = spec.path
-    part = torch.chunk(torch.from_dlpack(params[module][name]), spec.parts)[spec.part]
+    part = torch.split(torch.from_dlpack(params[module][name]), spec.shape[0])[spec.part]
     return part - 1 if spec.gain else part
 
 
