@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -203,8 +202,10 @@ def test_a_full_context(talk, tmp_path):
     assert err.count("the context is full: the oldest 2 messages are dropped") == 2
     assert err.splitlines()[-1].startswith("error: --context 16: the conversation has 1")
     assert f"messages saved to {saved}" in err and saved.is_file() and out.count("\n") == 3
-    status, out, err = talk("word " * 20, *given, by_hand=True)
+    # A person can go on.
+    status, out, err = talk("word " * 20 + "\n/undo\n", *given, by_hand=True)
     assert status == 0 and "error: --context 16: the conversation has 0" in err
+    assert "[no message to undo]" in err
 
 
 def test_a_full_context_drops_the_oldest_turns(engine, template):
@@ -250,36 +251,18 @@ def echo(text: str, *arguments: Any, **options: Any) -> Iterator[str]:
     yield f"<{text}>"
 
 
-@pytest.fixture(params=[True, False], ids=["by hand", "script"])
-def by_hand(request, monkeypatch) -> bool:
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: request.param)
-    return request.param
-
-
-@pytest.fixture
-def read(monkeypatch, by_hand) -> Callable[..., list[tuple[Any, ...]]]:
-    """Return `read(inputs, answer=echo)`: the requests that a dialogue gets for these inputs."""
-
-    def call(inputs: list[str | None], answer: Any = echo) -> list[tuple[Any, ...]]:
-        following, dialogue = iter(inputs), mock.create_autospec(Dialogue, instance=True)
-        dialogue.answer.side_effect = answer
-        dialogue.save.return_value, dialogue.summary.return_value = "saved", "summary"
-        monkeypatch.setattr(chat, "line_reader", lambda: lambda: next(following))
-        arguments = argparse.Namespace(max_new_tokens=None, ignore_eos=False, stop=None)
-        refused = answer is not echo and not by_hand
-        with pytest.raises(InputError, match="too long") if refused else nullcontext():
-            Talk(dialogue, arguments, Messages(quiet=True), {}).read()
-        calls = [(name, *given[:1]) for name, given, _ in dialogue.method_calls]
-        return [call for call in calls if call[0] != "summary"]
-
-    return call
-
-
-def test_commands(read, capsys, tmp_path):
+def test_commands(monkeypatch, capsys, tmp_path):
     inputs = ["one", "/undo", "/clear", f"/save {tmp_path}/x", "/save", "/stats", "/what is it"]
     inputs += ["/help", " ", "/etc/passwd: what is it?", "two\nlines", "/quit", "later"]
     passed = "/etc/passwd: what is it?"
-    assert read(inputs) == [
+    following, dialogue = iter(inputs), mock.create_autospec(Dialogue, instance=True)
+    dialogue.answer.side_effect = echo
+    dialogue.save.return_value, dialogue.summary.return_value = "saved", "summary"
+    monkeypatch.setattr(chat, "line_reader", lambda: lambda: next(following))
+    arguments = argparse.Namespace(max_new_tokens=None, ignore_eos=False, stop=None)
+    Talk(dialogue, arguments, Messages(quiet=True), {}).read()
+    calls = [(name, *given[:1]) for name, given, _ in dialogue.method_calls]
+    assert [call for call in calls if call[0] != "summary"] == [
         *(("answer", "one"), ("undo",), ("clear",), ("save", tmp_path / "x")),
         *(("answer", passed), ("answer", "two\nlines")),
     ]
@@ -288,12 +271,6 @@ def test_commands(read, capsys, tmp_path):
     for expected in ("summary", "saved", "/save: give the name", "/what: no such command"):
         assert expected in err
     assert all(f"/{name}" in err for name in COMMANDS)
-
-
-def test_a_refused_turn_ends_a_script_and_not_a_chat_by_hand(read, by_hand, capsys):
-    calls = read(["one", "/undo", None], InputError("too long"))
-    assert calls == [("answer", "one"), ("undo",)][: 1 + by_hand]
-    assert ("error: too long" in capsys.readouterr().err) == by_hand
 
 
 @contextlib.contextmanager
