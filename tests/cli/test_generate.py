@@ -204,25 +204,21 @@ def test_help(run):
     assert status == 0 and err == "" and "--transfer" in out and "--stats-json" in out
 
 
-@pytest.mark.parametrize("stores", [True, False])
-def test_jax_keeps_programs_where_the_package_stores_none(stores, monkeypatch):
-    kept = []
-    monkeypatch.setattr("infinigen_jax.programs.program.stores_programs", lambda: stores)
-    monkeypatch.setattr("infinigen_jax.files.user_cache.keep_programs", lambda: kept.append(True))
-    load_engine(generate.build_parser().parse_args(["--model", "tiny-llama"]), Messages(True))
-    assert bool(kept) is not stores
+KEPT = [(False, "full", "folder"), (True, "full", "folder")]  # by JAX, by the package
+NOT_KEPT = [(True, "elsewhere:Recent", "folder"), (True, "full", "elsewhere.py")]
 
 
-@pytest.mark.parametrize("policy", ["full", "elsewhere:Recent"])
-@pytest.mark.parametrize("cache", ["folder", "elsewhere.py"])
-def test_programs_are_said_to_be_kept_where_they_are(policy, cache, tmp_path, monkeypatch):
+@pytest.mark.parametrize("stores, policy, cache", KEPT + NOT_KEPT)
+def test_programs_are_said_to_be_kept_where_they_are(stores, policy, cache, tmp_path, monkeypatch):
     (tmp_path / "elsewhere.py").write_text(ELSEWHERE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / cache))
-    monkeypatch.setattr("infinigen_jax.programs.program.stores_programs", lambda: True)
+    monkeypatch.setattr("infinigen_jax.programs.program.stores_programs", lambda: stores)
+    by_jax: list[bool] = []
+    monkeypatch.setattr("infinigen_jax.files.user_cache.keep_programs", lambda: by_jax.append(True))
     given = ["--model", "tiny-llama", "--policy", policy]
     load_engine(generate.build_parser().parse_args(given), say := Messages(True))
-    assert say.kept == (policy == "full" and cache == "folder")
+    assert say.kept == ((stores, policy, cache) in KEPT) and bool(by_jax) is not stores
 
 
 @pytest.mark.parametrize("main", [generate.main, convert_main, evaluate.main, plan.main])
