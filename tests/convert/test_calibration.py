@@ -103,7 +103,8 @@ def test_against_loops_over_tokens():
     )
     valid = jnp.arange(length)[None] < count
     hidden = jnp.asarray(rng.normal(size=(1, length, config.hidden_size)).astype(np.float32))
-    found = loss.squared_errors(config, params, hidden, q, (guess,), k, v, valid)
+    guesses = guess, 200 * guess
+    found = loss.squared_errors(config, params, hidden, q, guesses, k, v, valid)
     whole, errors = (np.asarray(x)[0] for x in found)
 
     layer, square = blueprint(config, jnp.float32).layer(params), 0.0
@@ -127,7 +128,8 @@ def test_against_loops_over_tokens():
         error += [np.sum((one - both[0]) ** 2) for one in both[1:]]
     np.testing.assert_allclose(whole, square, rtol=2e-3)
     np.testing.assert_allclose(errors[0, budgets], error, rtol=2e-3)
-    assert errors[1, budgets[0]] > errors[0, budgets[0]]  # a guess that knows nothing of the query
+    for guessed in errors[1:]:  # by a guess that knows nothing of the query, however sharp
+        assert np.all(guessed > 2 * errors[0]) and np.all(np.diff(guessed) < 0)
 
 
 def _group(q, k, v, group, head: int, at: int, count: int) -> np.ndarray:
@@ -147,25 +149,6 @@ def _group(q, k, v, group, head: int, at: int, count: int) -> np.ndarray:
         rest = sum(weight[t] for t in inside if t not in chosen)
         o = o + rest * v[inside].mean(axis=0)
     return o
-
-
-@pytest.mark.parametrize("sharpness", [1, 200])
-def test_a_guess_that_knows_nothing_is_wrong_however_sharp(sharpness):
-    model, rng = random_model("gqa"), np.random.default_rng(2)
-    config, params = model.config, model.params["layers"][0]
-    x, q, k, v = (
-        jnp.asarray(rng.normal(size=(1, 340, n)).astype(np.float32)).reshape(1, 340, *shape)
-        for n, shape in (
-            (config.hidden_size, (config.hidden_size,)),
-            (config.query_width, (config.num_heads, config.head_dim)),
-            *[(config.num_kv_heads * config.head_dim, (config.num_kv_heads, config.head_dim))] * 2,
-        )
-    )
-    guess = sharpness * jnp.roll(q, 7, axis=1)
-    valid = jnp.ones((1, 340), bool)
-    _, errors = loss.squared_errors(config, params, x, q, (guess,), k, v, valid)
-    own, guessed = np.asarray(errors)[0]
-    assert np.all(guessed > 2 * own) and np.all(np.diff(guessed) < 0)
 
 
 def test_what_cannot_be_told_is_not_measured():
