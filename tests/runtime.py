@@ -267,8 +267,12 @@ def readable(decoder: Decoder, cache: Cache) -> list[np.ndarray]:
 
 
 class PlainLayer(NamedTuple):
-    """A layer's attention: weights [b, h, s, s], values [b, s, h, d], module, output [b, s, e]."""
+    """A layer's attention.
 
+    Input [b, s, e], weights [b, h, s, s], values [b, s, h, d], module, output [b, s, e].
+    """
+
+    a: jax.Array
     weights: np.ndarray
     values: np.ndarray
     module: Any
@@ -298,7 +302,7 @@ def plain_pass(
         weights = softmax(scores, axis=-1)
         o = jnp.asarray(np.einsum("bhqk,bkhd->bqhd", weights, values), jnp.float32)
         output = layer.attention_output(o)
-        layers.append(PlainLayer(weights, values, layer, np.asarray(output)))
+        layers.append(PlainLayer(a, weights, values, layer, np.asarray(output)))
         x = x + output
         x = x + layer.mlp(x, a)
     return layers, np.asarray(jax.nn.log_softmax(ends.logits(x)))

@@ -41,7 +41,7 @@ def test_window_against_numpy(name):
     config = random_model(name).config
     steps = range(CONTEXT - 1, SIZE - 1)
     assert arrays["layers"].tolist() == [1]
-    weights, values, layer, output = plain_pass(random_model(name), WINDOWS)[0][1]
+    _, weights, values, layer, output = plain_pass(random_model(name), WINDOWS)[0][1]
     expected: dict[str, list] = {"mass": [], "oracle_mass": [], "error": [], "hits": []}
     for p in steps:
         attended, eligible, rows = attended_by_window(p)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from runtime import plain_pass
 from tiny import make_tiny, refuses
 
 from infinigen_jax import Engine, InfiniGen, InfiniGenPaper
@@ -15,8 +16,6 @@ from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.models import blueprint
 from infinigen_jax.models.linear import project
-from infinigen_jax.prefill.attention import attend_chunk
-from infinigen_jax.prefill.compiled import layer_over
 from infinigen_jax.skew.query_correction import corrected_projection
 from infinigen_jax.speculation.query import speculate_query, speculation_weights
 
@@ -77,32 +76,14 @@ def converted(conversions):
     return conversions("llama")
 
 
-def attention_inputs(model) -> list[jax.Array]:
-    architecture = blueprint(model.config, model.dtype)
-    windows = jnp.asarray(IDS[:392]).reshape(7, 56)
-    positions = jnp.broadcast_to(jnp.arange(56), windows.shape)
-
-    @jax.jit
-    def inputs(weights: Any) -> list[jax.Array]:
-        x, found = architecture.embedding(weights["embedding"]).embed(windows, positions), []
-        for params in weights["layers"]:
-            layer = architecture.layer(params)
-            found.append(layer.attention_input(x))
-            x = layer_over(layer, x, positions, positions + 1, attend_chunk).x
-        return found
-
-    return inputs(model.params)
-
-
 @pytest.mark.parametrize("family", ["llama", "opt", QWEN3])
 def test_the_corrected_query_is_nearer_to_the_true_one(conversions, family):
     model: Any = checkpoint.load(conversions(family))
-    config, inputs = model.config, attention_inputs(model)
+    layers, _ = plain_pass(model, np.array(IDS[:392], np.int32).reshape(7, 56))
     positions = jnp.broadcast_to(jnp.arange(56), (7, 56))
     for number, ahead in enumerate(model.ahead):
-        layer = blueprint(config, model.dtype).layer(model.params["layers"][number])
-        true = layer.query(inputs[number], positions)
-        before = inputs[max(number - 1, 0)]
+        layer, before = layers[number].module, layers[max(number - 1, 0)].a
+        true = layer.query(layers[number].a, positions)
         projection = jax.tree.map(jnp.array, ahead.projection)
         guess = layer.finish_query(project(before, projection), positions)
         plain = layer.query(before, positions)
