@@ -33,9 +33,14 @@ COUNTER_BITS = 8
 
 
 class Hot(NamedTuple):
-    """Traces of a host layer's requests on the device, replaced by every step."""
+    """Device state of a host layer's requests, replaced by every step.
 
-    used: Shaped[Array, "b k t"] | None = None  # None for fifo, and without a pool
+    Attributes:
+        used: order of eviction from the pool; None without a pool, and for fifo.
+        entries: the hot set, if any.
+    """
+
+    used: Shaped[Array, "b k t"] | None = None
     entries: HotSet | None = None
 
 

@@ -144,7 +144,7 @@ class SafetensorsWriter:
         """Append the next tensor of `layout`; raise ValueError if it does not match."""
         given, expected = (name, (tensor.dtype, tensor.shape)), next(self._pending, None)
         if given != expected:
-            raise ValueError(f"tensor {given} instead of {expected}")
+            raise ValueError(f"tensor {given} written instead of {expected or 'none'}")
         self._write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data)
 
     def close(self) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class Decoder(Layout):
         """
         layer, rows = self.blueprint.layer(inputs.params), layer_rows(self, inputs, state)
         a, positions = layer.attention_input(carry.x), inputs.positions
-        # `hot` is the target's hot set. With an own query, `carry` now has this layer's rows.
+        # `hot` is the target's. With an own query, `carry` now has this layer's rows.
         carry, started, hot = self.request_by_input(inputs, a, carry, state.hot)
         with jax.named_scope("attention"):
             q = self.config.grouped(layer.query(a, positions))
@@ -86,7 +86,7 @@ class Decoder(Layout):
         """Request rows by a layer's input: those of its target, or its own, which it awaits.
 
         Return the carry, with the layer's rows if it selects by its own query, the transfer under
-        way, if any, and the new hot set.
+        way, if any, and the new `Hot`.
         """
         target, place = inputs.target, inputs.place
         if target is not None:

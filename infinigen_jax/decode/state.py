@@ -42,7 +42,7 @@ class LayerInputs(NamedTuple):
 
 
 class LayerState(NamedTuple):
-    """Arrays that a layer replaces: its rows, the target's hot set, the state if it is observed."""
+    """Arrays that a layer replaces: its rows, the target's `Hot`, the state if it is observed."""
 
     local: Local
     hot: Hot

@@ -220,4 +220,4 @@ class LosslessBatch(OpenBatch):
         return [] if watch is None else self._rounds.warm_up_draft(given, watch).records
 
     def _given(self, sampler: Sampler) -> Given:
-        return Given(self.newest, self.room, self._no_ends, sampler.draws)
+        return Given(self.newest, self.room.copy(), self._no_ends, sampler.draws)

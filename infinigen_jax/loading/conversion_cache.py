@@ -1,4 +1,4 @@
-"""Cache of conversions in the user's cache folder.
+"""Cache of conversions in the user's cache folder, and verification of any conversion.
 
     KEY/          a conversion; KEY is a hash of the contents of its source files
     KEY.lock      held by the process that makes or removes KEY

@@ -259,6 +259,7 @@ def test_commands(monkeypatch, capsys, tmp_path):
     dialogue.answer.side_effect = echo
     dialogue.save.return_value, dialogue.summary.return_value = "saved", "summary"
     monkeypatch.setattr(chat, "line_reader", lambda: lambda: next(following))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     arguments = argparse.Namespace(max_new_tokens=None, ignore_eos=False, stop=None)
     Talk(dialogue, arguments, Messages(quiet=True), {}).read()
     calls = [(name, *given[:1]) for name, given, _ in dialogue.method_calls]

@@ -258,6 +258,10 @@ def test_full_queue_and_shutdown(served: Served, monkeypatch):
             if isinstance(piece, Exception):
                 ended.append(piece)
 
+        status, _, content = server.request(
+            "POST", "/v1/completions", BODY | {"prompt": ["a", "b"]}
+        )
+        assert (status, content["error"]["param"]) == (400, "prompt")
         for _ in range(2):
             scheduler.submit([job(1, send)])  # all run together
 
