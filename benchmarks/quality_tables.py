@@ -147,19 +147,26 @@ REAL_OTHERS: Titled = [
     ("H2O", {"policy": "h2o"}),
     ("window", {"policy": "window"}),
 ]
-REAL = [*REAL_OURS, *REAL_OTHERS]
+REAL, REAL_OWN = [*REAL_OURS, *REAL_OTHERS], [REAL_OURS[0], *REAL_OTHERS]
 REAL_PAPER = "the paper's settings: alpha 5, at most 20 %"
 PAPER_SPEC = {"policy": "infinigen-paper", "alpha": 5.0, "budget": 0.2}
-# Tokens and budget, and the result that has them, all with 32 recent tokens.
+# Tokens and budget, and the result that has them.
 SIZES: Titled = [
-    (f"{tokens:,} tokens, {budget:.0%}", {"budget": budget, "result": f"real-model/{result}"})
+    (f"{tokens}, {budget:.0%}", {"budget": budget, "result": f"real-model/{result}"})
     for tokens, budget, result in (
-        (2048, 0.05, "policies-{text}-2048"),
-        (4096, 0.02, "budgets-{text}-4096"),
-        (4096, 0.05, "many-{text}-4096"),
-        (4096, 0.1, "budgets-{text}-4096"),
-        (8192, 0.05, "length-{text}-8192"),
-        (8192, 0.1, "length-{text}-8192"),
+        ("2,048 tokens", 0.05, "policies-{text}-2048"),
+        ("4,096 tokens", 0.02, "budgets-{text}-4096"),
+        ("4,096 tokens", 0.05, "policies-{text}-4096"),
+        ("4,096 tokens", 0.1, "budgets-{text}-4096"),
+        ("8,192 tokens, 32 recent", 0.05, "length-{text}-8192"),
+        ("8,192 tokens, 32 recent", 0.1, "length-{text}-8192"),
+    )
+]
+# Policies of 8,192 tokens, and the result that has each.
+LONG: Titled = [
+    (title, {**spec, "result": f"real-model/{result}-{{text}}-8192"})
+    for (title, spec), result in zip(
+        REAL_OWN, ("length", "others", "others", "baselines", "others", "others"), strict=True
     )
 ]
 SHOWN = {
@@ -184,15 +191,6 @@ def by_text(name: str, *shows: str, **spec: Any) -> Titled:
 def real_paper(length: int) -> Titled:
     """Return the row of the paper's settings, which have a budget of their own."""
     return [(REAL_PAPER, {**PAPER_SPEC, "result": f"real-model/paper-{{text}}-{length}"})]
-
-
-def against_others(ours: str, size: int) -> Titled:
-    """Return rows of several results: InfiniGen's, the other policies', and those of baselines."""
-    rows = [(REAL_OURS[0][0], OWN_4 | {"result": f"real-model/{ours}-{{text}}-{size}"})]
-    for title, spec in REAL_OTHERS:
-        result = "baselines" if spec["policy"] == "previous-query" else "others"
-        rows.append((title, {**spec, "result": f"real-model/{result}-{{text}}-{size}"}))
-    return rows
 
 
 BASIC = ("above", "divergence", "fetched")
@@ -267,11 +265,15 @@ TABLES: Mapping[str, Any] = {  # rows, columns and corner, arguments of `result_
     ),
     "real sizes": (SIZES, by_text("", *BASIC, **OWN_4), "budget"),
     "real others": (
-        against_others("budgets", 4096),
-        across(TEXTS, [("2 %", {"budget": 0.02}), BOTH[1]], DIVERGENCE),
+        REAL_OWN,
+        across(
+            TEXTS,
+            [("2 %", {"budget": 0.02}), BOTH[1]],
+            [("", {"result": "real-model/budgets-{text}-4096", "show": "divergence"})],
+        ),
     ),
     "real long": (
-        [*against_others("length", 8192), *real_paper(8192)],
+        [*LONG, *real_paper(8192)],
         by_text("", "above", "divergence", budget=0.05),
     ),
     "real gemma": (REAL, shown("policies-gemma-8192", *BASIC)),

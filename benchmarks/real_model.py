@@ -25,10 +25,8 @@ from benchmarks.quality_tables import PARTS, STEPS
 from infinigen_jax.errors import InputError, Parser, run_command
 
 SCORED, FEWER = 512, 256  # tokens scored at the end of each window
-MANY = 24  # windows, for a small standard error of InfiniGen's perplexity
 AHEAD = "infinigen:query=corrected"  # selects a layer ahead, the default on a GPU
-POLICIES = f"full infinigen {AHEAD} oracle quest"
-OTHERS = "window h2o previous-query"  # much worse: with one length
+POLICIES = "full infinigen oracle quest window h2o"
 PAPER = "infinigen-paper:alpha=5,budget=0.2"  # the paper's settings for LLaMA
 RECALL = f"full infinigen {AHEAD} quest h2o {PAPER}"
 LOOKUPS = {1024: 3, 2048: 3, 4096: 3, 7680: 1}  # items by length, at five depths
@@ -42,31 +40,21 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     texts["python"] = options.out / "python-source.txt"
     chosen: dict[str, str] = {}  # with names of files in braces
 
-    def score(
-        name: str,
-        length: int,
-        asked: str,
-        *of: str,
-        windows: int = options.windows,
-        scored: int = SCORED,
-    ) -> None:
+    def score(name: str, length: int, asked: str, *of: str, scored: int = SCORED) -> None:
         for text in of or texts:
             chosen[f"{name}-{text}-{length}"] = (
                 f"infinigen_jax.evaluate perplexity --text {{{text}}} --window {length} "
-                f"--windows {windows} --context {length - scored} --budget {asked}"
+                f"--windows {options.windows} --context {length - scored} --budget {asked}"
             )
 
-    score("policies", 4096, f"0.05 --policy {POLICIES} {OTHERS}")
-    score("paper", 4096, f"0.2 --policy full {PAPER}")
-    score("paper", 8192, f"0.2 --policy full {PAPER}")
-    score("policies", 2048, f"0.05 --policy {POLICIES}")
-    score("many", 4096, "0.05 --policy full infinigen", windows=MANY)
+    score("policies", 4096, f"0.05 --policy {POLICIES} {AHEAD} previous-query")
+    score("budgets", 4096, f"0.02 0.1 --policy {POLICIES} previous-query")
     score("length", 8192, "0.05 0.1 --policy full infinigen")
-    score("budgets", 4096, "0.02 0.1 --policy full infinigen")
-    score("others", 4096, "0.02 0.1 --policy full oracle quest window h2o")
-    score("baselines", 4096, "0.02 0.1 --policy full previous-query")
     score("others", 8192, "0.05 --policy full oracle quest window h2o")
     score("baselines", 8192, "0.05 --policy full previous-query")
+    score("paper", 4096, f"0.2 --policy full {PAPER}")
+    score("paper", 8192, f"0.2 --policy full {PAPER}")
+    score("policies", 2048, "0.05 --policy full infinigen")
     score("memory", 4096, "0.05 --dense-layers 4 --policy full window h2o", "wiki")
     for name, changes in {"parts": PARTS, "steps": STEPS}.items():
         policies = " ".join(["full", *map(with_settings, changes.values())])
@@ -78,7 +66,7 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     )
     for length, items in LOOKUPS.items():
         chosen[f"needles-{length}"] = (
-            f"infinigen_jax.evaluate retrieval --budget 0.05 --policy {POLICIES} window h2o "
+            f"infinigen_jax.evaluate retrieval --budget 0.05 --policy {POLICIES} {AHEAD} "
             f"--length {length} --items {items}"
         )
         chosen[f"pairs-{length}"] = f"{chosen[f'needles-{length}']} --pairs"
