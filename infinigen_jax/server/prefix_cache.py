@@ -165,7 +165,7 @@ class PrefixCache:
         """
         whole = reading.done % self._chunk == 0
         lost = node is not self._root and node not in self._nodes  # evicted in the meantime
-        if not self._limit or lost or not (whole or self._decoder.row_format.exact):
+        if lost or not (whole or self._decoder.row_format.exact):
             return None
         new = Node(node, reading.tokens[node.end : reading.done])
         if new.key not in node.children:
@@ -180,8 +180,6 @@ class PrefixCache:
 
     def warm_up(self, reading: Reading) -> None:
         """Run the programs for a chunk of this length, and forget the chunk."""
-        if not self._limit:  # nothing will be stored
-            return
         limit, self._limit = self._limit, sys.maxsize
         node = self.store(self._root, reading)
         if node is not None:  # of quantised rows, only whole chunks are stored

@@ -70,8 +70,10 @@ class Scheduler:
         self._intakes: list[Intake] = []
         self._compiled = 0
         self._free = limits.batch  # sequences without a request; below 0 if prompts are read ahead
-        sizes = limits.capacity, limits.chunk, limits.prefix_bytes
-        self._prefixes = PrefixCache(engine.decoder, *sizes)
+        self._prefixes = None
+        if limits.prefix_bytes:
+            sizes = limits.capacity, limits.chunk, limits.prefix_bytes
+            self._prefixes = PrefixCache(engine.decoder, *sizes)
         self._make()
         self._thread = threading.Thread(target=self._serve, name="scheduler", daemon=True)
 
@@ -119,7 +121,8 @@ class Scheduler:
 
     def metrics_text(self) -> bytes:
         self._metrics.compilations.set(self.late_compilations)
-        self._metrics.prefix_bytes.set(self._prefixes.bytes)
+        if self._prefixes is not None:
+            self._metrics.prefix_bytes.set(self._prefixes.bytes)
         return self._metrics.text()
 
     def _serve(self) -> None:
@@ -165,7 +168,8 @@ class Scheduler:
             cache = self._batch.empty_cache()
             reading = Reading(self.engine.runtime, tokens, cache, limits.chunk)
             reading.advance()
-            self._prefixes.warm_up(reading)
+            if self._prefixes is not None:
+                self._prefixes.warm_up(reading)
         assert reading is not None
         yield from self._batch.warm_up(reading)
         yield
@@ -205,7 +209,7 @@ class Scheduler:
         self._intakes.append(intake)
         if intake.reading is None:
             intake.reading = self._begin(intake)
-        if intake.stored:
+        if self._prefixes is not None and intake.stored:
             node, reading = intake.stored.popleft(), intake.reading
             reading.cache = self._prefixes.fill(node, reading.cache)
             return
@@ -213,14 +217,14 @@ class Scheduler:
         intake.job.read_tokens = intake.reading.done
         if self._lossless:
             intake.reading.wait()  # or it would slow the next round, which is timed
-        if intake.node is not None:
+        if self._prefixes is not None and intake.node is not None:
             intake.node = self._prefixes.store(intake.node, intake.reading)
 
     def _begin(self, intake: Intake) -> Reading:
         """Begin to read a prompt after the tokens that the prefix cache has."""
         job, cache = intake.job, self._batch.empty_cache()
         tokens = np.asarray(job.tokens, np.int32)
-        if may_share(self.engine.model.config, len(tokens)):
+        if self._prefixes is not None and may_share(self.engine.model.config, len(tokens)):
             node = intake.node = self._prefixes.find(tokens)
             intake.stored.extend(node.chain())
             cache = self._prefixes.begin(node, cache)
