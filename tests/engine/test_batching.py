@@ -10,6 +10,7 @@ from infinigen_jax.engine import memory_plan as planning
 from infinigen_jax.engine.prompts import FILLED
 from infinigen_jax.engine.sampler import sampling_programs
 from infinigen_jax.policies import Full, Quest
+from infinigen_jax.programs.compilations import compilations
 
 PROMPTS = [numbers(n) for n in (37, 5, 21, 9, 50, 3, 12)]
 
@@ -141,6 +142,14 @@ def test_each_prompt_has_its_own_settings():
     expected = [by_itself(*pair) for pair in zip(ASKED, SETTINGS, strict=True)]
     assert len({tuple(by_itself(ASKED[0], settings)) for settings in SETTINGS}) == len(SETTINGS)
     assert tokens_of(made(), ASKED, sampling=SETTINGS, batch=2, ignore_eos=True) == expected
+
+
+def test_a_change_of_settings_compiles_nothing():
+    by_itself(ASKED[0], SETTINGS[1])
+    before = compilations()
+    for temperature in (0.5, 0.9):
+        by_itself(ASKED[0], Sampling(temperature=temperature, top_p=temperature, top_k=3, seed=1))
+    assert compilations() == before
 
 
 @pytest.mark.parametrize("kinds", [(0, 0, 1), (2, 1, 1)])
