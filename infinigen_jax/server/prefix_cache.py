@@ -56,10 +56,7 @@ class Node:
 
 
 class PrefixCache:
-    """Rows of earlier prompts, up to a number of bytes; the least recently used are evicted.
-
-    With a limit of 0, nothing is stored.
-    """
+    """Rows of earlier prompts, up to a number of bytes; the least recently used are evicted."""
 
     def __init__(self, decoder: Decoder, capacity: int, chunk: int, limit: int):
         self.bytes = 0
