@@ -44,6 +44,7 @@ from infinigen_jax.checkpoint.tensor_names import match
 from infinigen_jax.convert.calibrate import (
     DEFAULT_TEXT,
     DEFAULT_TOKENS,
+    CalibrationTokens,
     tokenized_file,
     windows,
 )
@@ -52,7 +53,7 @@ from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.files.atomic import copy_file, link_or_copy, staged, write_text
 from infinigen_jax.files.regular import expanded, open_regular
 from infinigen_jax.machine.backend import start_backend
-from infinigen_jax.models import blueprint
+from infinigen_jax.models import ModelConfig, blueprint
 from infinigen_jax.numeric import listed
 from infinigen_jax.settings.policy import SOURCES
 from infinigen_jax.text.gguf_tokenizer import gguf_tokenizer, tokenizer_files
@@ -110,16 +111,7 @@ def convert(
         raise InputError(f"{source}: an embedded model is converted already; load it by its name")
     if skew not in SKEWS:
         raise ParameterError("skew", f"use {listed(SKEWS)}", skew)
-    if speculate_from is None:
-        speculate_from = DEFAULT_SOURCE if skew == "balanced" else "input"
-    if speculate_from not in SOURCES:
-        raise ParameterError("speculate_from", f"use {listed(SOURCES)}", speculate_from)
-    if speculate_from != "input" and skew != "balanced":
-        raise ParameterError(
-            "speculate_from",
-            f"applies to the query that `skew` balanced corrects, and {skew} has none",
-            speculate_from,
-        )
+    speculate_from = _checked_query_source(speculate_from, skew)
     if calibration is not None and skew == "none":
         raise ParameterError("calibration", "without `skew` nothing is calibrated; leave it out")
     folder = checked_source(fetched(source, revision))
@@ -140,20 +132,12 @@ def convert(
     else:
         copied = {file.name: file for file in side_files(folder)}
     start_backend()
+    tokens = None if skew == "none" else _calibration_tokens(calibration, tokenizer, config)
     # Rotation does not commute with the basis, and only an orthogonal basis leaves a checkpoint
     # that any program can run.
     absorbs = skew == "svd" and config.rope is None
     linked = [] if sidecar or absorbs else _unchanged_files(folder, sources, dtype)
     whole = absorbs or not (sidecar or linked)
-    if skew == "none":
-        tokens = None
-    elif calibration is None or isinstance(calibration, str | Path):
-        path = DEFAULT_TEXT if calibration is None else Path(calibration)
-        tokens = tokenized_file(path, tokenizer(), config, DEFAULT_TOKENS)
-    else:
-        ids = _token_ids(calibration)
-        text = ids.astype(np.int32).tobytes()
-        tokens = windows(ids, config, DEFAULT_TOKENS, "calibration", text)
     with blas_threads(), staged(target) as out:
         # Another process may have written the destination while this one waited for the lock.
         _check_destination(folder, target, force)
@@ -161,14 +145,7 @@ def convert(
         files = job.write_weights(out, progress, whole)
         files[SKEW_FILE] = job.write_skew(out)
         write_text(out / "config.json", json.dumps(_converted_config(hf, stored), indent=2) + "\n")
-        for name, content in copied.items():
-            if isinstance(content, str):
-                write_text(out / name, content)
-                continue
-            with open_regular(content) as file:
-                copy_file(file, out / name)
-        for file in linked:
-            link_or_copy(file, out / file.name)
+        _write_unchanged(out, copied, linked)
         read = {name: file_record(file) for name, file in content_files(folder).items()}
         if _states(folder) != before:
             raise InputError(f"{folder}: its files changed during the conversion; convert it again")
@@ -202,6 +179,21 @@ def progress_bar() -> Iterator[Callable[[int, int], None]]:
         yield progress
 
 
+def _checked_query_source(speculate_from: str | None, skew: str) -> str:
+    """Return the state that the corrected query is computed from; raise InputError if invalid."""
+    if speculate_from is None:
+        return DEFAULT_SOURCE if skew == "balanced" else "input"
+    if speculate_from not in SOURCES:
+        raise ParameterError("speculate_from", f"use {listed(SOURCES)}", speculate_from)
+    if speculate_from != "input" and skew != "balanced":
+        raise ParameterError(
+            "speculate_from",
+            f"applies to the query that `skew` balanced corrects, and {skew} has none",
+            speculate_from,
+        )
+    return speculate_from
+
+
 def _states(source: Path) -> dict[str, tuple[int, ...]]:
     """Return identity, size and modification time of a source's files; empty if one is missing."""
     try:
@@ -209,6 +201,32 @@ def _states(source: Path) -> dict[str, tuple[int, ...]]:
     except FileNotFoundError:
         return {}
     return {n: (s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for n, s in files.items()}
+
+
+def _calibration_tokens(
+    given: str | Path | Sequence[int] | None,
+    tokenizer: Callable[[], Tokenizer],
+    config: ModelConfig,
+) -> CalibrationTokens:
+    """Return windows of a text file, of token ids, or of the text in this package."""
+    if given is None or isinstance(given, str | Path):
+        path = DEFAULT_TEXT if given is None else Path(given)
+        return tokenized_file(path, tokenizer(), config, DEFAULT_TOKENS)
+    ids = _token_ids(given)
+    text = ids.astype(np.int32).tobytes()
+    return windows(ids, config, DEFAULT_TOKENS, "calibration", text)
+
+
+def _write_unchanged(out: Path, copied: Mapping[str, Path | str], linked: Sequence[Path]) -> None:
+    """Write files and texts by name, and link weight files."""
+    for name, content in copied.items():
+        if isinstance(content, str):
+            write_text(out / name, content)
+            continue
+        with open_regular(content) as file:
+            copy_file(file, out / name)
+    for file in linked:
+        link_or_copy(file, out / file.name)
 
 
 def _token_ids(given: Sequence[int]) -> np.ndarray:

@@ -189,11 +189,24 @@ class Engine:
                 f"{len(encoded)} prompts are not shared equally by {devices} devices; give a "
                 "multiple",
             )
-        longest = max(map(len, encoded))
+        self._check_lengths(encoded, max_new_tokens)
+        if log_probs is not None:
+            check_range("log_probs", log_probs, 0, MOST_LOG_PROBS)
+        settings = samplings(sampling, len(encoded))
+        fit = fit and batch is None and devices == 1
+        options: Any = {"batch": batch, "prefix": prefix, "fit": fit, "log_probs": log_probs}
+        options |= {"stops": checked_stops(stop), "continues": continues}
+        run = make_run(self.runtime, encoded, max_new_tokens, settings, **options)
+        run.start(notify)
+        return run
+
+    def _check_lengths(self, prompts: list[list[int]], max_new_tokens: int) -> None:
+        """Raise InputError for texts that the model has no positions for."""
+        longest = max(map(len, prompts))
         limit = self.model.config.max_positions
         if longest >= limit:
-            index = next(i for i, prompt in enumerate(encoded, 1) if len(prompt) == longest)
-            which = "the prompt" if len(encoded) == 1 else f"prompt {index} of {len(encoded)}"
+            index = next(i for i, prompt in enumerate(prompts, 1) if len(prompt) == longest)
+            which = "the prompt" if len(prompts) == 1 else f"prompt {index} of {len(prompts)}"
             raise InputError(
                 f"{which} has {longest} tokens, which is too long: the model has {limit} positions "
                 "for prompt and new tokens; shorten the prompt"
@@ -206,7 +219,7 @@ class Engine:
                 max_new_tokens,
             )
         short = self.model.config.longest_short or limit
-        grown = [len(prompt) for prompt in encoded if len(prompt) <= short]
+        grown = [len(prompt) for prompt in prompts if len(prompt) <= short]
         if grown and max(grown) + max_new_tokens - 1 > short:
             raise ParameterError(
                 "max_new_tokens",
@@ -215,15 +228,6 @@ class Engine:
                 f"{short + 1 - max(grown)} new tokens or a longer prompt",
                 max_new_tokens,
             )
-        if log_probs is not None:
-            check_range("log_probs", log_probs, 0, MOST_LOG_PROBS)
-        settings = samplings(sampling, len(encoded))
-        fit = fit and batch is None and devices == 1
-        options: Any = {"batch": batch, "prefix": prefix, "fit": fit, "log_probs": log_probs}
-        options |= {"stops": checked_stops(stop), "continues": continues}
-        run = make_run(self.runtime, encoded, max_new_tokens, settings, **options)
-        run.start(notify)
-        return run
 
     def conversation(
         self, sampling: Sampling | None = None, context: int | None = None

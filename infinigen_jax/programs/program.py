@@ -6,8 +6,13 @@ depends on: the source of this package, the JAX versions, the processor, the XLA
 the function closes over, and the shapes, dtypes and shardings of the arguments. Programs with a
 policy from another package are not stored, nor those that call LAPACK: to prepare a policy for a
 corrected query. The file is a pickle: the folder must be the user's.
+
+On a CPU, XLA maps every part of an executable by itself: an engine has hundreds of memory mappings,
+and LLVM ends a process that exceeds Linux's limit. A process with many engines therefore frees the
+executables that it loaded first, and loads them again when they are needed.
 """
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -16,6 +21,7 @@ import logging
 import os
 import pickle
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +40,8 @@ logger = logging.getLogger(__name__)
 SUFFIX = ".program"
 PRECISION = "jax_default_matmul_precision"
 DIGEST = hashlib.sha256().digest_size  # of the rest of a file, which follows
+MOST_MAPPED = 0.5  # share of the memory mappings that Linux allows a process
+EVERY = 16  # executables between two counts of the mappings, which take milliseconds
 
 
 def _source_digest() -> str:
@@ -60,7 +68,7 @@ class Program:
         # A new function: for an equal one JAX would return the executable in its memory, which XLA
         # cannot serialise if it came from JAX's cache.
         new = functools.partial(in_full_precision(function, settings))
-        self._jitted = jax.jit(new, out_shardings=out, **options)
+        self._jitted: Any = jax.jit(new, out_shardings=out, **options)
         # Both accept arrays or their shapes, and store nothing.
         self.lower, self.trace = self._jitted.lower, self._jitted.trace
         self._name = _name_of(function)
@@ -86,7 +94,16 @@ class Program:
         key = (structure, shapes, tuple(sorted(static.items())))
         if key not in self._executables:
             self._executables[key] = self._load_or_compile(key, arguments, static)
+            _loaded.append((weakref.ref(self), key))
+            if len(_loaded) % EVERY == 0 and mapped_share() > MOST_MAPPED:
+                _free_older_half()
         return self._executables[key]
+
+    def free(self, key: Any) -> None:
+        """Forget an executable; the next call loads it again."""
+        self._executables.pop(key, None)
+        self._last.clear()
+        self._jitted.clear_cache()  # has those that were compiled, not loaded
 
     def _load_or_compile(self, key: Any, arguments: Any, static: dict[str, Any]) -> Any:
         folder = None if is_foreign(self._settings) else program_folder()
@@ -103,6 +120,25 @@ class Program:
             if cache_hits() == hits and "lapack_" not in lowered.as_text():
                 _save(path, executable)
         return executable
+
+
+_loaded = collections.deque[tuple["weakref.ref[Program]", Any]]()  # keys, oldest first
+
+
+def mapped_share() -> float:
+    """Return the share of the allowed memory mappings that this process has; 0 if unknown."""
+    try:
+        mappings = Path("/proc/self/maps").read_bytes().count(b"\n")
+        return mappings / int(Path("/proc/sys/vm/max_map_count").read_text())
+    except (OSError, ValueError):
+        return 0.0
+
+
+def _free_older_half() -> None:
+    for _ in range(len(_loaded) // 2):
+        reference, key = _loaded.popleft()
+        if (program := reference()) is not None:
+            program.free(key)
 
 
 def stores_programs() -> bool:

@@ -1,5 +1,6 @@
 """Compiled programs on disk: when one is loaded, and when it is compiled again."""
 
+import collections
 import dataclasses
 import types
 from collections.abc import Callable, Iterator
@@ -15,7 +16,8 @@ from runtime import SPARSE, engine, random_model, tokens_of, with_config
 from tiny import python
 
 from infinigen_jax.engine.engine import Engine
-from infinigen_jax.programs.program import SUFFIX, Program, environment
+from infinigen_jax.programs import program as module
+from infinigen_jax.programs.program import EVERY, SUFFIX, Program, environment, mapped_share
 
 
 @pytest.fixture
@@ -67,6 +69,26 @@ def test_a_program_is_traced_once_for_its_settings_shapes_and_static_arguments(f
         assert traced.traces == len(kept(folder)) == number
     traced.call(traced.program("base"))  # loaded
     assert traced.traces == len(calls)
+
+
+def test_a_process_with_many_programs_frees_the_oldest_and_loads_them_again(folder, monkeypatch):
+    """Linux limits the memory mappings of a process, and every program has several."""
+    monkeypatch.setattr(module, "_loaded", collections.deque())
+    traced = Traced()
+    programs = [traced.program(i) for i in range(3 * EVERY)]
+    monkeypatch.setattr(module, "MOST_MAPPED", 1.0)
+    shares = [mapped_share()]
+    for number, each in enumerate(programs):
+        if number == len(programs) - 1:
+            shares.append(mapped_share())
+            monkeypatch.setattr(module, "MOST_MAPPED", 0.0)
+        traced.call(each)
+    few, many, now = *shares, mapped_share()
+    assert 0 < few < now < few + 0.7 * (many - few)
+    monkeypatch.setattr(module, "MOST_MAPPED", 1.0)
+    for each in programs:
+        traced.call(each)
+    assert traced.traces == len(programs) and mapped_share() > now
 
 
 @dataclasses.dataclass(frozen=True)
