@@ -78,9 +78,9 @@ class Program:
 
     def __call__(self, *arguments: Any, **static: Any) -> Any:
         kind = jax.tree.structure(arguments), *static.items()
-        if kind in self._last:
+        if (last := self._last.get(kind)) is not None:
             try:
-                return self._last[kind](*arguments)
+                return last(*arguments)
             except (TypeError, ValueError):  # shapes differ; nothing has run or been donated
                 pass
         self._last[kind] = executable = self._executable(arguments, static)
@@ -92,12 +92,13 @@ class Program:
             return functools.partial(self._jitted, **static)
         shapes = tuple(map(_signature, leaves))
         key = (structure, shapes, tuple(sorted(static.items())))
-        if key not in self._executables:
-            self._executables[key] = self._load_or_compile(key, arguments, static)
-            _loaded.append((weakref.ref(self), key))
-            if len(_loaded) % EVERY == 0 and mapped_share() > MOST_MAPPED:
-                _free_older_half()
-        return self._executables[key]
+        if (known := self._executables.get(key)) is not None:
+            return known
+        self._executables[key] = executable = self._load_or_compile(key, arguments, static)
+        _loaded.append((weakref.ref(self), key))
+        if len(_loaded) % EVERY == 0 and mapped_share() > MOST_MAPPED:
+            _free_older_half()
+        return executable
 
     def free(self, key: Any) -> None:
         """Forget an executable; the next call loads it again."""
@@ -135,8 +136,8 @@ def mapped_share() -> float:
 
 
 def _free_older_half() -> None:
-    for _ in range(len(_loaded) // 2):
-        reference, key = _loaded.popleft()
+    older = [_loaded.popleft() for _ in range(len(_loaded) // 2)]
+    for reference, key in older:
         if (program := reference()) is not None:
             program.free(key)
 
