@@ -17,7 +17,7 @@ from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.loading.load import DENSE_UNKNOWN, Model
 from infinigen_jax.models import Params
 from infinigen_jax.models.linear import join, split
-from infinigen_jax.models.small_weights import shrink, small_dtype
+from infinigen_jax.models.small_weights import has_few_bits, shrink
 from infinigen_jax.policies import Full, InfiniGen, Policy
 from infinigen_jax.programs.program import Program
 from infinigen_jax.selection.select import budget_fraction
@@ -107,8 +107,8 @@ def draft_form(settings: EngineOptions, decoder: Decoder, params: Params) -> str
     """
     if settings.draft_weights is not None:
         return None if settings.draft_weights == "none" else settings.draft_weights
-    small = small_dtype(params["layers"][0]) is not None
     pays = settings.weights == "host" or decoder.transfer.in_place
+    small = has_few_bits(params["layers"][0])
     return DRAFT_WEIGHTS if settings.lossless and pays and not small else None
 
 
@@ -124,7 +124,7 @@ def make_drafter(
     dtype, whole = draft_form(settings, decoder, weights.params), Placement(decoder.mesh).whole
     if dtype is None:
         return decoder, weights
-    if small_dtype(weights.params["layers"][0]) is not None:
+    if has_few_bits(weights.params["layers"][0]):
         raise ParameterError("draft_weights", "the model's weights are small already; leave it out")
 
     def copied(layer: Params) -> Params:

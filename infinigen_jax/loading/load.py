@@ -205,7 +205,8 @@ def load(
         weights: "device", or "host" to keep the layers' weights in host memory, see
             `transfer.host_weights`.
         weight_dtype: "bfloat16", "int8" or "int4" for the matrices alone, see
-            `models.small_weights`; by default `dtype`.
+            `models.small_weights`; by default `dtype`. On a CPU, matrices in bfloat16 have this
+            form in any case.
         revision: branch, tag or commit of a model on the hub.
 
     Raises:
@@ -219,10 +220,18 @@ def load(
     check_setting(EngineOptions, "weights", weights)
     if weight_dtype is not None:
         check_value("weight_dtype", weight_dtype, OneOf(WEIGHT_DTYPES))
-    form = Form(chosen, weights, weight_dtype)
+    form = Form(chosen, weights, form_of(chosen, weight_dtype, jax.default_backend() == "cpu"))
     # A folder with one of the two files was converted; it is damaged if the other is missing.
     converted = any((folder / name).exists() for name in (MANIFEST_FILE, SKEW_FILE))
     return _load_converted(folder, form) if converted else _load_through_cache(folder, form, notify)
+
+
+def form_of(dtype: jnp.dtype, weight_dtype: str | None, on_cpu: bool) -> str | None:
+    """Return the form of a model's matrices, one of WEIGHT_DTYPES, or None for plain arrays.
+
+    A CPU's program would convert plain matrices in bfloat16 before it multiplies.
+    """
+    return weight_dtype or ("bfloat16" if on_cpu and dtype == jnp.bfloat16 else None)
 
 
 def embedded(name: str = EMBEDDED[0]) -> Path:

@@ -14,7 +14,7 @@ from infinigen_jax.machine.memory_limits import (
 )
 from infinigen_jax.messages import format_bytes
 from infinigen_jax.models import Blueprint, blueprint
-from infinigen_jax.models.small_weights import small_dtype
+from infinigen_jax.models.small_weights import has_few_bits, small_dtype
 from infinigen_jax.numeric import listed
 from infinigen_jax.transfer.host_weights import in_host_memory
 
@@ -25,7 +25,7 @@ def check_room(folder: Path, architecture: Blueprint, weights: str) -> int | Non
     """Refuse weights that do not fit before reading any; return the bytes left, None if unknown."""
     device, layers = jax.devices()[0], architecture.config.num_layers
     layer, smaller = tree_bytes(architecture.layer_shapes), ["a smaller model"]
-    if small_dtype(architecture.layer_shapes) not in ("int8", "int4"):
+    if not has_few_bits(architecture.layer_shapes):
         smaller.insert(0, "`weight_dtype` int8")
 
     def check(memory: str, needed: int, available: int | None, remedy: str = "") -> None:

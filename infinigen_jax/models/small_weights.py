@@ -56,9 +56,14 @@ def small_dtype(params: Params) -> str | None:
     return small_form(params)[0]
 
 
+def has_few_bits(params: Params) -> bool:
+    """Return whether the matrices of a layer have fewer bits than bfloat16."""
+    return small_dtype(params) in ("int8", "int4")
+
+
 def shrink(params: Params, dtype: str, wide: Set[str] = frozenset()) -> Params:
     """Return the parameters of a layer or an embedding with small matrices."""
-    matrices = {name for name, part in params.items() if "weight" in part} | {"tokens"}
+    matrices = {n for n, part in params.items() if "weight" in part or "codes" in part} | {"tokens"}
     return {
         name: shrink_part(part, dtype_of(name, dtype, wide)) if name in matrices else part
         for name, part in params.items()
@@ -72,9 +77,15 @@ def dtype_of(name: str, dtype: str, wide: Set[str]) -> str:
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def shrink_part(part: Params, dtype: str) -> Params:
-    """Return {"codes", ...} in place of {"weight" [f, e]} or {"embedding" [f, e]}."""
-    rows = part["embedding"] if "embedding" in part else part["weight"]
-    rest = {name: x for name, x in part.items() if name not in ("embedding", "weight")}
+    """Return {"codes", ...} in place of {"weight" [f, e]} or {"embedding" [f, e]}.
+
+    The matrix may have bfloat16's codes already.
+    """
+    (name,) = part.keys() & {"embedding", "weight", "codes"}
+    rest = {other: x for other, x in part.items() if other != name}
+    rows = part[name]
+    if name == "codes":
+        rows = rows_of(part, rows.shape[-2] * GROUP)
     small, (outputs, inputs) = jax.vmap(functools.partial(_small_row, dtype=dtype)), rows.shape
     size = max(1, AT_ONCE // inputs)
     if dtype != "int4" or outputs <= size:

@@ -31,7 +31,7 @@ from infinigen_jax.engine.prompts import capacity_for
 from infinigen_jax.engine.runtime import HOT_SET, draft_form, most_drafted
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.conversion_cache import known_conversion
-from infinigen_jax.loading.load import Model
+from infinigen_jax.loading.load import Model, form_of
 from infinigen_jax.machine.memory_limits import tree_bytes
 from infinigen_jax.models import Blueprint, ModelConfig, blueprint
 from infinigen_jax.models.linear import split
@@ -144,7 +144,8 @@ class Planner:
     ):
         self.config, self.machine, self.arguments = config, machine, arguments
         self.given = given(arguments, options_of(EngineOptions))
-        architecture = blueprint(config, dtype, arguments.weight_dtype, conversion.wide)
+        form = form_of(dtype, arguments.weight_dtype, not machine.separate)
+        architecture = blueprint(config, dtype, form, conversion.wide)
         self._shapes = model_shapes(architecture, conversion)
         make = functools.partial(self._engine, dtype, conversion, policy)
         asked, _ = make({})

@@ -28,7 +28,7 @@ class EngineOptions(Settings):
         weights: with "host" the layers' weights are moved for each step; results are equal. `load`
             takes it as well.
         lossless: see docs/lossless.md. Not with policy full or a pool.
-        draft_weights: not for a model whose weights are small already.
+        draft_weights: not for a model whose weights are int8 or int4.
         check: a NaN or an infinity ends a run with `decode.finite_check.NotFiniteError`. Uses
             the fused schedule.
         prefill_chunk: by default `prefill.prefill.longest_chunk`. With a pool, prompts are read
@@ -74,7 +74,7 @@ class EngineOptions(Settings):
     draft_weights: str | None = setting(
         None,
         "copy of the weights for drafts, with lossless: none, bfloat16, int8 or int4 (default: "
-        "int8 on a CPU or with weights host, unless the weights are small already; else none)",
+        "int8 on a CPU or with weights host, unless the model's are int8 or int4; else none)",
         "T",
         OneOf(("none", *WEIGHT_DTYPES)),
     )

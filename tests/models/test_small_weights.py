@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 from typing import Any
 
 import jax
@@ -202,6 +203,17 @@ def test_loading(dtype, weights):
 
 
 @pytest.mark.usefixtures("shallow")
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a CPU's forms")
+def test_on_a_cpu_matrices_in_bfloat16_have_this_form_and_drafts_a_smaller_one():
+    model = load(embedded(), "bfloat16")
+    plain = jax.tree.map(lambda x: x.astype(jnp.bfloat16), load(embedded(), "float32").params)
+    expected = {form: shrink_model(plain, form) for form in ("bfloat16", "int8")}
+    jax.tree.map(np.testing.assert_array_equal, model.params, expected["bfloat16"])
+    drafter = Engine(model, lossless=True).runtime.drafter[1].params
+    jax.tree.map(np.testing.assert_array_equal, drafter["layers"], expected["int8"]["layers"])
+
+
+@pytest.mark.usefixtures("shallow")
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
 def test_a_projection_of_speculation_has_the_form_of_the_layers_own(dtype):
     model = load(embedded(), "float32", weight_dtype=dtype)
@@ -240,12 +252,15 @@ def test_the_generate_command_loads_them():
 def test_a_plan_has_the_bytes_of_the_loaded_model(dtype, command, tmp_path):
     out = tmp_path / "plan.json"
     rates = ("--device-bandwidth", "20", "--copy-bandwidth", "10")
-    options = ("--context", "256", "--dtype", "float32", *rates, "--json", out)
-    status, text, _ = command(plan.main, *options, "--weight-dtype", dtype)
-    assert status == 0 and f"{dtype} weights" in text
-    model = load(embedded(), "float32", weight_dtype=dtype)
-    planned = json.loads(out.read_text())["asked"]["weights"]
-    assert planned == tree_bytes(model.params) < 0.51 * tree_bytes(load(embedded()).params)
+    options = ("--context", "256", *rates, "--json", out)
+    forms = {"--weight-dtype": load(embedded(), "float32", weight_dtype=dtype)}
+    if dtype == "bfloat16":
+        forms["--dtype"] = load(embedded(), dtype)
+    for option, model in forms.items():
+        status, text, _ = command(plan.main, *options, option, dtype)
+        assert status == 0 and re.search(rf"{dtype}( weights|:)", text)
+        planned = json.loads(out.read_text())["asked"]["weights"]
+        assert planned == tree_bytes(model.params) < 0.51 * tree_bytes(load(embedded()).params)
 
 
 def test_products_with_few_rows_are_planned_without_decoded_matrices():
