@@ -27,6 +27,7 @@ from infinigen_jax.convert.loss import BUDGET, BUDGETS
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import Basis, Model, load
 from infinigen_jax.models import ModelConfig, Params, blueprint, config_from_hf
+from infinigen_jax.models.small_weights import rows_of
 from infinigen_jax.skew.basis import svd_basis
 from infinigen_jax.text.tokenizer import Tokenizer
 
@@ -133,6 +134,23 @@ def model_of(options: argparse.Namespace, positions: int) -> tuple[Model, dict[s
         return model, json.loads((model.path / "config.json").read_text())
     shape = SHAPES[options.shape]
     return peaked_model(shape, positions, options.dtype), settings(shape, positions)
+
+
+def with_plain_matrices(model: Model) -> Model:
+    """Return a model with plain matrices, in its dtype, in place of small weights."""
+    config = model.config
+    inputs = {"o": config.query_width, "down": config.intermediate_size}
+
+    def plain(name: str, part: Params) -> Params:
+        if "codes" not in part:
+            return part
+        rows = rows_of(part, inputs.get(name, config.hidden_size)).astype(model.dtype)
+        rest = {key: x for key, x in part.items() if key == "bias"}
+        return rest | {"embedding" if name == "tokens" else "weight": rows}
+
+    trees = [model.params["embedding"], *model.params["layers"]]
+    embedding, *layers = ({name: plain(name, x) for name, x in tree.items()} for tree in trees)
+    return dataclasses.replace(model, params={"embedding": embedding, "layers": layers})
 
 
 def prompt(config: ModelConfig, tokens: int, seed: int = 1) -> list[int]:

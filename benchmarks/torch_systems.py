@@ -112,8 +112,9 @@ def torch_model(model: Model, settings: dict[str, Any]) -> Any:
     config._attn_implementation = "sdpa"
     specs = expected(blueprint(model.config, model.dtype))
     state = {}
-    layers = [split(layer, model.config.query_width) for layer in model.params["layers"]]
-    trees = [model.params["embedding"], *layers]
+    params = shapes.with_plain_matrices(model).params
+    layers = [split(layer, model.config.query_width) for layer in params["layers"]]
+    trees = [params["embedding"], *layers]
     for part, tree in zip([specs.embedding, *specs.layers], trees, strict=True):
         state |= {spec.name: _tensor(spec, tree) for spec in part}
     device = "cuda" if jax.default_backend() == "gpu" else "cpu"

@@ -19,6 +19,7 @@ import numpy as np
 
 from benchmarks.figures.common import TITLES, add_evaluation_options, finish, level, measure, over
 from benchmarks.plots import Panel
+from benchmarks.shapes import with_plain_matrices
 from infinigen_jax.convert.calibrate import DEFAULT_TEXT, Calibrator, tokenized_file
 from infinigen_jax.errors import InputError
 from infinigen_jax.evaluation.session import Session
@@ -82,11 +83,11 @@ def unskewed(model: Model, folder: Any) -> Model:
     """Replace the paper's basis by the keys' columns, those with the longest queries first."""
     if model.skew != "balanced":
         raise InputError(f"--model: it was converted with --skew {model.skew}; use balanced")
-    config = model.config
+    config, plain = model.config, with_plain_matrices(model).params
     tokens = tokenized_file(DEFAULT_TEXT, model.tokenizer, config, CALIBRATION_TOKENS)
     embedding, *layers = (
         jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree)
-        for tree in (model.params["embedding"], *model.params["layers"])
+        for tree in (plain["embedding"], *plain["layers"])
     )
     calibrator = Calibrator(config, tokens, embedding)
     bases = []

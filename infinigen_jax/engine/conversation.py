@@ -293,7 +293,7 @@ def settings_of(runtime: Runtime) -> dict[str, str]:
         "dense layers": str(decoder.dense_layers),
         "rows": decoder.rows,
         "dtype": decoder.dtype.name,
-        "weight dtype": small_dtype(runtime.model.params["layers"][0]) or "as dtype",
+        "weight dtype": small_dtype(runtime.model.params["layers"][0]) or decoder.dtype.name,
         "lossless": str(runtime.settings.lossless),
     }
 

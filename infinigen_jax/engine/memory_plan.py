@@ -20,7 +20,7 @@ from infinigen_jax.machine.memory_limits import (
 )
 from infinigen_jax.messages import format_bytes
 from infinigen_jax.models import Params
-from infinigen_jax.models.small_weights import decoded_size
+from infinigen_jax.models.small_weights import decoded_size, small_dtype
 from infinigen_jax.numeric import listed
 from infinigen_jax.prefill.attention import CPU_TILE, DEVICE_TILE_BYTES
 from infinigen_jax.prefill.prior_rows import BLOCK
@@ -108,7 +108,7 @@ def prefill_bytes(decoder: Decoder, params: Params, batch: int, chunk: int, capa
     common = FLOAT32 * batch * decoder.config.vocab_size + _arriving_bytes(decoder, params)
     common += _decoded_bytes(decoder, params, batch * chunk, batch)
     if decoder.transfer.in_place:
-        return _prefill_on_cpu(decoder, batch, chunk, capacity) + common
+        return _prefill_on_cpu(decoder, params, batch, chunk, capacity) + common
     config, item = decoder.config, decoder.dtype.itemsize
     width = 3 * config.hidden_size + 2 * config.query_width
     width += 3 * config.intermediate_size + 4 * config.num_kv_heads * config.head_dim
@@ -117,11 +117,11 @@ def prefill_bytes(decoder: Decoder, params: Params, batch: int, chunk: int, capa
     return batch * chunk * width * item + 2 * DEVICE_TILE_BYTES + blocks + common
 
 
-def _prefill_on_cpu(decoder: Decoder, batch: int, chunk: int, capacity: int) -> int:
+def _prefill_on_cpu(decoder: Decoder, params: Params, batch: int, chunk: int, capacity: int) -> int:
     """Return the bytes of temporaries on a CPU.
 
     Attention and MLP run one after the other, in float32. Memory also holds the layer's input,
-    output and new rows, and weights in float32 if they are stored in two bytes.
+    output and new rows, and converted weights.
     """
     config, item, tokens = decoder.config, decoder.dtype.itemsize, batch * chunk
     queries = config.query_width
@@ -135,7 +135,7 @@ def _prefill_on_cpu(decoder: Decoder, batch: int, chunk: int, capacity: int) -> 
     if config.parallel_mlp:  # it may run before attention's arrays are released
         mlp += tokens * (config.hidden_size + queries + rows)
     weights = 0
-    if item < FLOAT32:
+    if _converts(decoder, params):
         weights = config.hidden_size * (2 * queries + rows + 3 * config.intermediate_size)
     common = tokens * (2 * config.hidden_size + rows) * item
     return common + FLOAT32 * (max(attention, mlp) + weights)
@@ -171,7 +171,7 @@ def step_bytes(
     ends = FLOAT32 * batch * (2 * config.vocab_size + 4 * config.intermediate_size)
     ends += _arriving_bytes(decoder, params)
     ends += _decoded_bytes(decoder, params, batch * tokens, batch * tokens)
-    step = moved + scores + ends + _converted_bytes(decoder, batch, longest)
+    step = moved + scores + ends + _converted_bytes(decoder, params, batch, longest)
     if not drafted:
         return step
     cache = plan_cache(decoder, batch, capacity, slots)
@@ -196,11 +196,17 @@ def _decoded_bytes(decoder: Decoder, params: Params, rows: int, ends: int) -> in
     embedding = params["embedding"]
     layer = decoded_size(params["layers"][0], rows)
     logits = decoded_size({"": embedding.get("head", embedding["tokens"])}, ends)
-    return max(layer, logits) * decoder.dtype.itemsize
+    return max(layer, logits) * (FLOAT32 if decoder.transfer.in_place else decoder.dtype.itemsize)
 
 
-def _converted_bytes(decoder: Decoder, batch: int, tokens: int) -> int:
-    """Return the bytes of the largest matrix that XLA converts to float32 for a product.
+def _converts(decoder: Decoder, params: Params) -> bool:
+    """Return whether XLA converts matrices to float32: plain ones in two bytes, on a CPU."""
+    two_bytes = decoder.transfer.in_place and decoder.dtype.itemsize < FLOAT32
+    return two_bytes and small_dtype(params["layers"][0]) is None
+
+
+def _converted_bytes(decoder: Decoder, params: Params, batch: int, tokens: int) -> int:
+    """Return the bytes of the largest array that XLA converts to float32 for a product.
 
     The longest layer on the device has `tokens` tokens of each sequence.
     """
@@ -208,8 +214,9 @@ def _converted_bytes(decoder: Decoder, batch: int, tokens: int) -> int:
     if not decoder.transfer.in_place or decoder.dtype.itemsize == FLOAT32:
         return 0
     widest = max(config.vocab_size, 2 * config.intermediate_size)
+    matrix = config.hidden_size * widest if _converts(decoder, params) else 0
     rows = batch * config.num_kv_heads * config.head_dim * tokens
-    return FLOAT32 * max(config.hidden_size * widest, 2 * rows)
+    return FLOAT32 * max(matrix, 2 * rows)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.loading.load import DENSE_UNKNOWN, Model
 from infinigen_jax.models import Params
 from infinigen_jax.models.linear import join, split
-from infinigen_jax.models.small_weights import has_few_bits, shrink
+from infinigen_jax.models.small_weights import has_few_bits, shrink, small_dtype
 from infinigen_jax.policies import Full, InfiniGen, Policy
 from infinigen_jax.programs.program import Program
 from infinigen_jax.selection.select import budget_fraction
@@ -105,11 +105,14 @@ def draft_form(settings: EngineOptions, decoder: Decoder, params: Params) -> str
     A copy pays where its weights are read faster: over no link, or from a CPU's memory. On a GPU it
     takes memory that is scarce.
     """
-    if settings.draft_weights is not None:
-        return None if settings.draft_weights == "none" else settings.draft_weights
-    pays = settings.weights == "host" or decoder.transfer.in_place
-    small = has_few_bits(params["layers"][0])
-    return DRAFT_WEIGHTS if settings.lossless and pays and not small else None
+    layer, form = params["layers"][0], settings.draft_weights
+    if form is None:
+        pays = settings.weights == "host" or decoder.transfer.in_place
+        copies = settings.lossless and pays and not has_few_bits(layer)
+        form = DRAFT_WEIGHTS if copies else "none"
+    if form == small_dtype(layer) == "bfloat16" and settings.weights == "device":
+        form = "none"  # the model's weights have this form
+    return None if form == "none" else form
 
 
 def make_drafter(
@@ -125,7 +128,9 @@ def make_drafter(
     if dtype is None:
         return decoder, weights
     if has_few_bits(weights.params["layers"][0]):
-        raise ParameterError("draft_weights", "the model's weights are small already; leave it out")
+        raise ParameterError(
+            "draft_weights", "the model's weights are int8 or int4 already; leave it out"
+        )
 
     def copied(layer: Params) -> Params:
         layer = jax.device_put(layer, whole)

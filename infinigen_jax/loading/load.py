@@ -68,8 +68,9 @@ class Model:
     """A model ready to run.
 
     Attributes:
-        params: {"embedding": {...}, "layers": [{...}, ...]}, arrays on the device in `dtype`. On a
-            CPU, "qkv" in place of "q" and "kv"; `models.linear.split` inverts it.
+        params: {"embedding": {...}, "layers": [{...}, ...]}, arrays on the device in `dtype`;
+            matrices may be in a form of `models.small_weights`. On a CPU, "qkv" in place of "q" and
+            "kv"; `models.linear.split` inverts it.
         bases: one per layer, applied to rotated queries and keys; None where the leading columns of
             the keys already are the partial keys (absorbed) or nothing was skewed.
         skew: "svd", "balanced" or "none".
@@ -205,8 +206,8 @@ def load(
         weights: "device", or "host" to keep the layers' weights in host memory, see
             `transfer.host_weights`.
         weight_dtype: "bfloat16", "int8" or "int4" for the matrices alone, see
-            `models.small_weights`; by default `dtype`. On a CPU, matrices in bfloat16 have this
-            form in any case.
+            `models.small_weights`; by default `dtype`, and with `dtype` bfloat16 on a CPU the form
+            "bfloat16", which has the same numbers.
         revision: branch, tag or commit of a model on the hub.
 
     Raises:
@@ -229,7 +230,7 @@ def load(
 def form_of(dtype: jnp.dtype, weight_dtype: str | None, on_cpu: bool) -> str | None:
     """Return the form of a model's matrices, one of WEIGHT_DTYPES, or None for plain arrays.
 
-    A CPU's program would convert plain matrices in bfloat16 before it multiplies.
+    For a few rows, XLA converts plain matrices in bfloat16 to float32 as a whole on a CPU.
     """
     return weight_dtype or ("bfloat16" if on_cpu and dtype == jnp.bfloat16 else None)
 

@@ -7,12 +7,11 @@ the function closes over, and the shapes, dtypes and shardings of the arguments.
 policy from another package are not stored, nor those that call LAPACK: to prepare a policy for a
 corrected query. The file is a pickle: the folder must be the user's.
 
-On a CPU, XLA maps every part of an executable by itself: an engine has hundreds of memory mappings,
-and LLVM ends a process that exceeds Linux's limit. A process with many engines therefore frees the
-executables that it loaded first, and loads them again when they are needed.
+On a CPU, XLA maps every part of an executable separately: an engine has hundreds of memory
+mappings, and LLVM ends a process that exceeds Linux's limit. A process with many engines therefore
+frees the executables that it loaded first, and loads or compiles them again when they are needed.
 """
 
-import collections
 import dataclasses
 import functools
 import hashlib
@@ -42,6 +41,7 @@ PRECISION = "jax_default_matmul_precision"
 DIGEST = hashlib.sha256().digest_size  # of the rest of a file, which follows
 MOST_MAPPED = 0.5  # share of the memory mappings that Linux allows a process
 EVERY = 16  # executables between two counts of the mappings, which take milliseconds
+FEWEST = 64  # executables that stay: one engine may need as many
 
 
 def _source_digest() -> str:
@@ -96,12 +96,12 @@ class Program:
             return known
         self._executables[key] = executable = self._load_or_compile(key, arguments, static)
         _loaded.append((weakref.ref(self), key))
-        if len(_loaded) % EVERY == 0 and mapped_share() > MOST_MAPPED:
-            _free_older_half()
+        if len(_loaded) % EVERY == 0:
+            free_old_executables()
         return executable
 
     def free(self, key: Any) -> None:
-        """Forget an executable; the next call loads it again."""
+        """Forget an executable; the next call loads or compiles it again."""
         self._executables.pop(key, None)
         self._last.clear()
         self._jitted.clear_cache()  # has those that were compiled, not loaded
@@ -123,7 +123,7 @@ class Program:
         return executable
 
 
-_loaded = collections.deque[tuple["weakref.ref[Program]", Any]]()  # keys, oldest first
+_loaded: list[tuple["weakref.ref[Program]", Any]] = []  # programs and keys, oldest first
 
 
 def mapped_share() -> float:
@@ -135,11 +135,16 @@ def mapped_share() -> float:
         return 0.0
 
 
-def _free_older_half() -> None:
-    older = [_loaded.popleft() for _ in range(len(_loaded) // 2)]
-    for reference, key in older:
+def free_old_executables() -> None:
+    """Free the older half of the executables if this process has too many mappings."""
+    global _loaded
+    loaded = [each for each in _loaded if each[0]() is not None]
+    many = mapped_share() > MOST_MAPPED
+    older = max(0, min(len(loaded) // 2, len(loaded) - FEWEST)) if many else 0
+    for reference, key in loaded[:older]:
         if (program := reference()) is not None:
             program.free(key)
+    _loaded = loaded[older:]
 
 
 def stores_programs() -> bool:

@@ -230,7 +230,7 @@ def test_other_weights_of_the_same_files_are_refused_by_name(tmp_path):
     conversation.save(tmp_path / "talk")
     layers = [shrink(layer, "int8") for layer in model.params["layers"]]
     small = dataclasses.replace(model, params=model.params | {"layers": layers})
-    with pytest.raises(InputError, match="weight dtype as dtype, not int8"):
+    with pytest.raises(InputError, match="weight dtype float32, not int8"):
         Engine(small, policy=SPARSE, dense_layers=0).resume(tmp_path / "talk")
 
 

@@ -17,6 +17,7 @@ from infinigen_jax.engine.conversation import fingerprint
 from infinigen_jax.loading import load as checkpoint
 from infinigen_jax.loading import room
 from infinigen_jax.models.linear import split
+from infinigen_jax.models.small_weights import small_dtype
 from infinigen_jax.transfer.host_weights import STAYS
 
 
@@ -41,11 +42,11 @@ def test_scales_of_gemma_keep_their_digits(tiny, tmp_path):
     stored[name] = np.linspace(-0.01, 0.01, len(stored[name]), dtype=np.float32)
     save_file(stored, made.folder / "model.safetensors", metadata={"format": "pt"})
     convert(made.folder, tmp_path / "out", skew="none")
-    model = checkpoint.load(tmp_path / "out", dtype="bfloat16")
+    model = checkpoint.load(tmp_path / "out", dtype="bfloat16", weight_dtype="bfloat16")
     scales = {n: p["scale"] for n, p in model.params["layers"][0].items() if "norm" in n}
     assert {scale.dtype.name for scale in scales.values()} == {"float32"} and len(scales) == 6
     np.testing.assert_array_equal(scales["attention_post_norm"], stored[name] + 1)
-    assert model.dtype.name == "bfloat16"
+    assert small_dtype(model.params["layers"][0]) == "bfloat16"
     logits = logits_of(model, np.array([[1, 2, 3]], np.int32))
     assert np.isfinite(logits).all()
 

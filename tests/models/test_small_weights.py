@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runtime import SPARSE, engine, random_model, slow, tokens_of
 
+from benchmarks.shapes import with_plain_matrices
 from infinigen_jax import Engine, Model, embedded, generate, load, plan
 from infinigen_jax.cli.options import load_engine
 from infinigen_jax.decode.compiler_options import step_options
@@ -24,7 +25,7 @@ from infinigen_jax.engine.rounds import judge
 from infinigen_jax.machine.memory_limits import tree_bytes
 from infinigen_jax.messages import Messages
 from infinigen_jax.models import Params, small_weights
-from infinigen_jax.models.linear import in_full, project, split
+from infinigen_jax.models.linear import project, split
 from infinigen_jax.models.small_weights import FEW_ROWS, product, rows_of, shrink, shrink_part
 from infinigen_jax.settings.engine import WEIGHT_DTYPES
 from infinigen_jax.speculation.query import speculation_weights
@@ -153,21 +154,6 @@ def small_model(name: str, dtype: str) -> Model:
     return dataclasses.replace(model, config=config, params=shrink_model(params, dtype))
 
 
-def model_in_full(model: Model) -> Model:
-    """Return the model with full matrices that have the numbers of the small ones."""
-    c, params = model.config, model.params
-    inputs = {"o": c.query_width, "down": c.intermediate_size}
-
-    def whole(name: str, part: Any) -> Any:
-        if name == "tokens":
-            return {"embedding": rows_of(part, c.hidden_size)}
-        return in_full(part, inputs.get(name, c.hidden_size), model.dtype)
-
-    layers = [{name: whole(name, part) for name, part in x.items()} for x in params["layers"]]
-    embedding = {name: whole(name, part) for name, part in params["embedding"].items()}
-    return dataclasses.replace(model, params={"embedding": embedding, "layers": layers})
-
-
 OWN = dataclasses.replace(SPARSE, query="own")
 
 
@@ -186,7 +172,7 @@ def test_tokens_are_those_of_the_rounded_model(name, dtype, options):
     made = Engine(model, **chosen)
     joined = "qkv" in made.runtime.weights.params["layers"][-1]
     assert joined == ("weights" not in options)
-    full = Engine(model_in_full(model), **(chosen | {"weights": "device"}))
+    full = Engine(with_plain_matrices(model), **(chosen | {"weights": "device"}))
     assert tokens_of(made) == tokens_of(full)
 
 

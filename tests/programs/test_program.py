@@ -1,6 +1,5 @@
 """Compiled programs on disk: when one is loaded, and when it is compiled again."""
 
-import collections
 import dataclasses
 import types
 from collections.abc import Callable, Iterator
@@ -73,7 +72,8 @@ def test_a_program_is_traced_once_for_its_settings_shapes_and_static_arguments(f
 
 def test_a_process_with_many_programs_frees_the_oldest_and_loads_them_again(folder, monkeypatch):
     """Linux limits the memory mappings of a process, and every program has several."""
-    monkeypatch.setattr(module, "_loaded", collections.deque())
+    monkeypatch.setattr(module, "_loaded", [])
+    monkeypatch.setattr(module, "FEWEST", EVERY)
     traced = Traced()
     programs = [traced.program(i) for i in range(3 * EVERY)]
     monkeypatch.setattr(module, "MOST_MAPPED", 1.0)
@@ -85,6 +85,9 @@ def test_a_process_with_many_programs_frees_the_oldest_and_loads_them_again(fold
         traced.call(each)
     few, many, now = *shares, mapped_share()
     assert 0 < few < now < few + 0.7 * (many - few)
+    assert [len(each._executables) for each in programs] == [0] * (len(programs) // 2) + [1] * (
+        len(programs) // 2
+    )
     monkeypatch.setattr(module, "MOST_MAPPED", 1.0)
     for each in programs:
         traced.call(each)
