@@ -128,9 +128,7 @@ def make_drafter(
     if dtype is None:
         return decoder, weights
     if has_few_bits(weights.params["layers"][0]):
-        raise ParameterError(
-            "draft_weights", "the model's weights are int8 or int4 already; leave it out"
-        )
+        raise ParameterError("draft_weights", "the model's are int8 or int4 already; leave it out")
 
     def copied(layer: Params) -> Params:
         layer = jax.device_put(layer, whole)

@@ -181,7 +181,10 @@ class Model:
         bases: Sequence[Basis | None] | None = None,
         skew: str = "none",
     ) -> "Model":
-        """Make a model from parameters in memory, for tests and benchmarks with random weights."""
+        """Make a model from parameters in memory, whose form stays as it is.
+
+        It is for tests and benchmarks with random weights.
+        """
         chosen = tuple(bases or (None,) * config.num_layers)
         return cls(config, params, jnp.dtype(dtype), chosen, skew=skew)
 
