@@ -16,6 +16,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 from tiny import TEXT, add_tokenizer, logits_of, make_tiny, only, python, refuses
 
+from benchmarks.shapes import with_plain_matrices
 from infinigen_jax.checkpoint.hf_folder import open_tensors
 from infinigen_jax.checkpoint.safetensors import SafetensorsWriter
 from infinigen_jax.convert.__main__ import main
@@ -60,7 +61,7 @@ def test_dtypes(dtype, tiny, tokens, tmp_path):
     assert {tensor.dtype.name for tensor in tensors.values()} == {dtype}
     assert checkpoint.load(tmp_path / "out").dtype == jnp.float32  # the CPU's default
     model = checkpoint.load(tmp_path / "out", dtype)
-    leaves = jax.tree.leaves(model.params)
+    leaves = jax.tree.leaves(with_plain_matrices(model).params)
     assert {leaf.dtype.name for leaf in leaves} == {dtype}
     difference = np.abs(logits_of(model, tokens) - made.logits(tokens)).max()
     assert difference <= {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.5}[dtype]
