@@ -27,7 +27,7 @@ from infinigen_jax.convert.loss import BUDGET, BUDGETS
 from infinigen_jax.errors import InputError
 from infinigen_jax.loading.load import Basis, Model, load
 from infinigen_jax.models import ModelConfig, Params, blueprint, config_from_hf
-from infinigen_jax.models.small_weights import rows_of
+from infinigen_jax.models.linear import in_full
 from infinigen_jax.skew.basis import svd_basis
 from infinigen_jax.text.tokenizer import Tokenizer
 
@@ -142,11 +142,8 @@ def with_plain_matrices(model: Model) -> Model:
     inputs = {"o": config.query_width, "down": config.intermediate_size}
 
     def plain(name: str, part: Params) -> Params:
-        if "codes" not in part:
-            return part
-        rows = rows_of(part, inputs.get(name, config.hidden_size)).astype(model.dtype)
-        rest = {key: x for key, x in part.items() if key == "bias"}
-        return rest | {"embedding" if name == "tokens" else "weight": rows}
+        whole = in_full(part, inputs.get(name, config.hidden_size), model.dtype)
+        return {"embedding": whole["weight"]} if name == "tokens" and "codes" in part else whole
 
     trees = [model.params["embedding"], *model.params["layers"]]
     embedding, *layers = ({name: plain(name, x) for name, x in tree.items()} for tree in trees)

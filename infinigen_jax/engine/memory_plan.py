@@ -191,7 +191,7 @@ def _arriving_bytes(decoder: Decoder, params: Params) -> int:
 def _decoded_bytes(decoder: Decoder, params: Params, rows: int, ends: int) -> int:
     """Return the bytes of decoded matrices, of a layer for `rows` or of the logits for `ends` rows.
 
-    XLA may decode all matrices of a layer at the same time.
+    XLA may decode all matrices of a layer at the same time, on a CPU to float32.
     """
     embedding = params["embedding"]
     layer = decoded_size(params["layers"][0], rows)

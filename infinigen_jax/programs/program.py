@@ -136,11 +136,14 @@ def mapped_share() -> float:
 
 
 def free_old_executables() -> None:
-    """Free the older half of the executables if this process has too many mappings."""
+    """Free the older half of the executables if the process has too many mappings.
+
+    Entries of programs that are gone are dropped, and the newest FEWEST executables stay.
+    """
     global _loaded
-    loaded = [each for each in _loaded if each[0]() is not None]
-    many = mapped_share() > MOST_MAPPED
-    older = max(0, min(len(loaded) // 2, len(loaded) - FEWEST)) if many else 0
+    loaded, older = [each for each in _loaded if each[0]() is not None], 0
+    if len(loaded) > FEWEST and mapped_share() > MOST_MAPPED:
+        older = min(len(loaded) // 2, len(loaded) - FEWEST)
     for reference, key in loaded[:older]:
         if (program := reference()) is not None:
             program.free(key)
