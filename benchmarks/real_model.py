@@ -27,6 +27,7 @@ from infinigen_jax.errors import InputError, Parser, run_command
 SCORED, FEWER = 512, 256  # tokens scored at the end of each window
 AHEAD = "infinigen:query=corrected"  # selects a layer ahead, the default on a GPU
 POLICIES = "full infinigen oracle quest window h2o"
+ALL = f"{POLICIES} {AHEAD} previous-query"
 PAPER = "infinigen-paper:alpha=5,budget=0.2"  # the paper's settings for LLaMA
 RECALL = f"full infinigen {AHEAD} quest h2o {PAPER}"
 LOOKUPS = {1024: 3, 2048: 3, 4096: 3, 7680: 1}  # items by length, at five depths
@@ -47,11 +48,9 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
                 f"--windows {options.windows} --context {length - scored} --budget {asked}"
             )
 
-    score("policies", 4096, f"0.05 --policy {POLICIES} {AHEAD} previous-query")
+    score("policies", 4096, f"0.05 --policy {ALL}")
     score("budgets", 4096, f"0.02 0.1 --policy {POLICIES} previous-query")
-    score("length", 8192, "0.05 0.1 --policy full infinigen")
-    score("others", 8192, "0.05 --policy full oracle quest window h2o")
-    score("baselines", 8192, "0.05 --policy full previous-query")
+    score("policies", 8192, f"0.05 --policy {ALL} infinigen:budget=0.1")
     score("paper", 4096, f"0.2 --policy full {PAPER}")
     score("paper", 8192, f"0.2 --policy full {PAPER}")
     score("policies", 2048, "0.05 --policy full infinigen")
