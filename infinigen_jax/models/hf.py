@@ -9,6 +9,7 @@ from typing import Any, Literal
 from infinigen_jax.errors import InputError, UnsupportedModelError
 from infinigen_jax.models.base import ACTIVATIONS, HFConfig, ModelConfig
 from infinigen_jax.models.rope import Rope
+from infinigen_jax.numeric import listed
 
 SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of `layer_types`
 
@@ -28,6 +29,8 @@ UNSUPPORTED = (
     *("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
 )
 BIASES = ("attention_bias", "mlp_bias")
+# Formats of quantised matrices (FP8, int8) that are stored with scales.
+SCALED = ("fp8", "FP8", "fbgemm_fp8", "float-quantized", "int-quantized", "naive-quantized")
 MOST_LAYERS = 10_000  # bounds the lists with an entry per layer
 LARGEST = (1 << 31) - 1  # bounds all other sizes, which index arrays
 
@@ -180,7 +183,7 @@ def common_settings(hf: HFConfig, *, mlp: str) -> dict[str, Any]:
 
     Features that no family implements are refused, whatever `model_type` says.
     """
-    refuse_unless(not hf.get("quantization_config"), "quantised weights (quantization_config)")
+    _check_quantisation(hf.get("quantization_config") or {})
     for name in UNSUPPORTED:
         given = f"{name}={hf.get(name)}"
         what = f"mixture of experts ({given})" if "experts" in name else given
@@ -204,6 +207,17 @@ def common_settings(hf: HFConfig, *, mlp: str) -> dict[str, Any]:
         "bos_id": _token(hf.get("bos_token_id"), "bos_token_id", vocabulary),
         "eos_ids": end_tokens(hf, vocabulary),
     }
+
+
+def _check_quantisation(settings: Any) -> None:
+    """Refuse quantised weights that `checkpoint.hf_folder` does not multiply by their scales."""
+    names = ("format", "quant_algo", "quant_method") if isinstance(settings, dict) else ()
+    kind = next((settings[name] for name in names if name in settings), "unknown")
+    if settings and kind not in SCALED:
+        raise UnsupportedModelError(
+            f"config.json: quantization_config: weights in the format {kind!r} are not supported; "
+            f"use weights that are not quantised, in {listed(SCALED)}, or a .gguf file"
+        )
 
 
 def end_tokens(hf: HFConfig, vocabulary: int) -> tuple[int, ...]:
