@@ -14,10 +14,10 @@ from tiny import TinyModel
 
 from infinigen_jax.loading.load import embedded
 
-PERMUTED = ("arcee", "granite", "llama", "smollm3")
+PERMUTED = ("arcee", "granite", "llama", "mistral3", "smollm3")
 ARCHITECTURES = {
     **{"cohere": "command-r", "gemma3_text": "gemma3", "hunyuan_v1_dense": "hunyuan-dense"},
-    **{"olmo3": "olmo2"},
+    **{"ministral3": "mistral3", "olmo3": "olmo2"},
 }
 PLUS_ONE = ("gemma", "nemotron")  # stored norms are 1 more
 
@@ -98,6 +98,12 @@ def write_config(writer: GGUFWriter, config: Any) -> None:
     for length in ("long", "short") if "long_factor" in rope else ():
         factors = np.array(rope[f"{length}_factor"], np.float32)
         writer.add_tensor(f"rope_factors_{length}.weight", factors)
+    if beta := rope.get("llama_4_scaling_beta"):
+        writer.add_attn_temperature_scale(beta)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
     if original := getattr(config, "original_max_position_embeddings", None):
         writer.add_rope_scaling_orig_ctx_len(original)
     if window := getattr(config, "sliding_window", None):

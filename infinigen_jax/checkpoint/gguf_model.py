@@ -50,6 +50,7 @@ END_OF_TURN = (
     *("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>"),
     *("<|end_of_text|>", "<|eom_id|>", "</s>"),
 )
+LOG_MULTIPLIER, TEMPERATURE = "rope.scaling.yarn_log_multiplier", "attention.temperature_scale"
 FOUR_BITS = 5  # bits of a number and its share of the scales: Q4_1 has these, Q5_0 more
 CONTROL = 3  # kind of a token in tokenizer.ggml.token_type
 # Factors of rotary frequencies, which become settings.
@@ -64,7 +65,7 @@ ARCHITECTURES = {
     "command-r": "cohere",
     "gemma3": "gemma3_text",
     "hunyuan-dense": "hunyuan_v1_dense",
-    "mistral3": "llama",  # Mistral Small; others have a special YaRN
+    "mistral3": "llama",  # Mistral Small; Ministral 3 has TEMPERATURE
     "qwen2vl": "qwen2",
     "qwen3vl": "qwen3",
 }
@@ -190,8 +191,10 @@ def _special_settings(name: str, hf: Mapping[str, Any], data: Mapping[str, Any])
             return {"sliding_window": window, "sliding_window_pattern": given or 4}
         types = [SLIDING if sliding else FULL for sliding in given][:layers]
         return {"sliding_window": window, "layer_types": types}
-    if name == "mistral3" and data.get("mistral3.attention.temperature_scale"):
-        raise UnsupportedModelError("attention.temperature_scale (Ministral 3) is not supported")
+    if name == "mistral3" and (beta := data.get(f"{name}.{TEMPERATURE}")):
+        scales = {"mscale": 1.0, "mscale_all_dim": data.get(f"{name}.{LOG_MULTIPLIER}", 0.0)}
+        rope = {**(hf.get("rope_scaling") or {}), **scales, "llama_4_scaling_beta": beta}
+        return {"model_type": "ministral3", "rope_scaling": rope}
     if name == "starcoder2" and layers in (30, 32, 40):  # other sizes are IBM's, without a window
         return {"sliding_window": hf.get("sliding_window", 4096)}
     if name == "olmo2" and hf.get("sliding_window"):
@@ -236,7 +239,7 @@ def _rope_settings(file: GgufFile, name: str) -> dict[str, Any]:
         turns = {f"beta_{end}": data.get(f"{scaling}.yarn_beta_{end}") for end in ("fast", "slow")}
         hf["rope_scaling"] = {"rope_type": kind, "factor": factor} | turns
         if kind == "yarn":
-            _check_yarn(data, scaling, factor)
+            _check_yarn(data, name, factor)
     elif kind not in (None, "none", "longrope"):
         raise UnsupportedModelError(f"rope.scaling.type {kind!r} is not supported")
     if "rope_freqs.weight" in file.tensors:
@@ -251,22 +254,22 @@ def _rope_settings(file: GgufFile, name: str) -> dict[str, Any]:
     return hf
 
 
-def _check_yarn(data: Mapping[str, Any], prefix: str, factor: Any) -> None:
+def _check_yarn(data: Mapping[str, Any], name: str, factor: Any) -> None:
     """Refuse settings of YaRN that change the length of queries and keys from the usual one.
 
-    Files have 1 for the usual factor, or its value, as for OLMo 3.
+    Files have 1 for the usual factor, or its value, as for OLMo 3. Ministral 3 leaves it out.
     """
     usual = 0.1 * math.log(factor) + 1 if isinstance(factor, int | float) and factor > 0 else 1.0
     known = {
-        "attn_factor": (1.0, usual),
-        "yarn_attn_factor": (1.0, usual),
-        "yarn_ext_factor": (1.0,),
-        "yarn_log_multiplier": (0.0,),
+        "rope.scaling.attn_factor": (1.0, usual),
+        "rope.scaling.yarn_attn_factor": (1.0, usual),
+        "rope.scaling.yarn_ext_factor": (1.0,),
+        LOG_MULTIPLIER: (0.0, 1.0) if data.get(f"{name}.{TEMPERATURE}") else (0.0,),
     }
     for key, values in known.items():
-        given = data.get(f"{prefix}.{key}", values[0])
+        given = data.get(f"{name}.{key}", values[0])
         if not isinstance(given, int | float) or not np.isclose(given, values, rtol=1e-3).any():
-            raise UnsupportedModelError(f"rope.scaling.{key} {given} is not supported")
+            raise UnsupportedModelError(f"{key} {given} is not supported")
 
 
 def _llama3(factors: np.ndarray, theta: float) -> dict[str, Any]:

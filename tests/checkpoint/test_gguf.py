@@ -31,6 +31,14 @@ EPSILON: dict[str, Any] = dict.fromkeys(("layer_norm_eps", "norm_eps", "norm_eps
 WINDOWS: dict[str, Any] = {"layer_types": ["full_attention", "sliding_attention"]}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 LONGROPE |= {"short_factor": [1.0, 1.25, 1.5, 2.0], "long_factor": [1.5, 2.0, 3.0, 4.0]}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 16.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+YARN |= {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.125}
 GRANITE = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 TEXTS = ("The quick brown fox", "  two  spaces\n\nand 12345 digits, don't", "é😀 the", "")
 
@@ -53,6 +61,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("gemma", {"head_dim": 16}),
     ("glm4", {"head_dim": 16}),
     ("hunyuan_v1_dense", {"head_dim": 16}),
+    ("ministral3", {"head_dim": 16, "rope_parameters": YARN, "max_position_embeddings": 128}),
     ("nemotron", EPSILON | {"head_dim": 16}),
     ("seed_oss", {"head_dim": 16}),
     ("starcoder2", EPSILON),
