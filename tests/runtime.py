@@ -40,9 +40,10 @@ HF: dict[str, dict[str, Any]] = {
         **{"layer_types": ["full_attention"]},
     },
     "windows": {
-        **{"model_type": "ministral", "num_key_value_heads": 2, "num_hidden_layers": 3},
+        **{"model_type": "gemma4_text", "num_key_value_heads": 2, "num_hidden_layers": 3},
         **{"layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "full")]},
-        **{"sliding_window": 9},
+        **{"sliding_window": 9, "head_dim": 8, "hidden_size_per_layer_input": 0},
+        **{"global_head_dim": 12, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
     },
 }
 # One layer on the device, which speculates for one on the host; or two on the host.
@@ -101,11 +102,13 @@ def tail_moments(config: ModelConfig, params: Params) -> tuple[np.ndarray, np.nd
         layer = architecture.layer(params)
         a = layer.attention_input(x)
         keys, values = layer.key_value(a, places)
-        return x + layer.mlp(x, a), block_products(keys, values, jnp.ones(64, bool))
+        return layer.after_mlp(x, a), block_products(keys, values, jnp.ones(64, bool))
 
-    for each in params["layers"]:
+    shape = config.num_kv_heads, *(config.head_dim,) * 2
+    for number, each in enumerate(params["layers"]):
         x, products = step(each, x)
-        moments.append(products)
+        windowed = number not in config.full_attention_layers
+        moments.append([np.zeros(shape)] * 2 if windowed else products)
     keys, values = (np.stack([np.asarray(m[i]) for m in moments]) for i in range(2))
     return keys, values
 
@@ -304,7 +307,7 @@ def plain_pass(
         output = layer.attention_output(o)
         layers.append(PlainLayer(a, weights, values, layer, np.asarray(output)))
         x = x + output
-        x = x + layer.mlp(x, a)
+        x = layer.after_mlp(x, a)
     return layers, np.asarray(jax.nn.log_softmax(ends.logits(x)))
 
 

@@ -66,6 +66,9 @@ def make_tiny(folder: Path, family: str, seed: int = 0, **settings: Any) -> Tiny
         for name, parameter in model.named_parameters():
             norm = "norm" in name and name.endswith("weight")
             parameter.normal_(mean=1.0 if norm else 0.0, std=0.15)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):  # of Gemma 4
+                buffer.uniform_(0.5, 1.5)
     model.save_pretrained(folder)
     return TinyModel(folder, model)
 

@@ -58,13 +58,16 @@ def read_skew(folder: Path, manifest: Manifest, config: ModelConfig) -> dict[str
     fields["tail_moments"] = matrices("tail_keys"), matrices("tail_values")
     if manifest.absorbed:
         return fields
-    fields["bases"] = _bases(query, key)
+    fields["bases"] = _bases(config, query, key)
     if manifest.skew == "balanced":
         orthogonal = matrices("svd_basis")
-        fields["svd_bases"] = _bases(orthogonal, orthogonal)
-        bases = _bases(matrices("ahead_query_basis"), matrices("ahead_key_basis"))
+        fields["svd_bases"] = _bases(config, orthogonal, orthogonal)
+        bases = _bases(config, matrices("ahead_query_basis"), matrices("ahead_key_basis"))
         stored, ahead = SafetensorsFile(folder / AHEAD_FILE), []
         for i, basis in enumerate(bases):
+            if basis is None:
+                ahead.append(None)
+                continue
             shapes = ahead_shapes(config, i).items()
             # Views of the mapped file.
             kernel, bias = (_tensor(stored, name, shape, DTYPES) for name, shape in shapes)
@@ -108,5 +111,10 @@ def _tensor(
     return file.read(name)
 
 
-def _bases(query: np.ndarray, key: np.ndarray) -> tuple[Basis, ...]:
-    return tuple(Basis(jnp.array(q), jnp.array(k)) for q, k in zip(query, key, strict=True))
+def _bases(config: ModelConfig, query: np.ndarray, key: np.ndarray) -> tuple[Basis | None, ...]:
+    """Return the bases of all layers; None for those with a sliding window."""
+    layers = config.full_attention_layers
+    return tuple(
+        Basis(jnp.array(query[i]), jnp.array(key[i])) if i in layers else None
+        for i in range(config.num_layers)
+    )

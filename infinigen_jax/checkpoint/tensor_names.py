@@ -45,12 +45,15 @@ HARMLESS = (
     *("act_fn.beta", "act_fn.eps"),
 )
 # Unused parts: of models of text and images, and drafters.
-UNUSED = ("vision_tower.", "multi_modal_projector.", "visual.", "mtp.")
+UNUSED = (
+    *("vision_tower.", "multi_modal_projector.", "visual.", "embed_vision.", "audio_tower."),
+    *("embed_audio.", "vision_embedder.", "mtp."),
+)
 LISTED = 20  # tensors named per kind of error
 # Endings of names in files, by names of parameters, in the order of written files.
 ENDINGS = {
     **dict.fromkeys(("weight", "scale", "embedding"), "weight"),
-    **{"bias": "bias", "positive": "alpha_p", "negative": "alpha_n"},
+    **{"bias": "bias", "positive": "alpha_p", "negative": "alpha_n", "factor": "layer_scalar"},
 }
 
 
@@ -68,6 +71,8 @@ QKV = [
     Rule("self_attn.k_proj", "kv", 0, 2),
     Rule("self_attn.v_proj", "kv", 1, 2),
 ]
+# In place of the last two, if values are the projected keys.
+KEYS = Rule("self_attn.k_proj", "kv")
 ATTENTION = [*QKV, Rule("self_attn.o_proj", "o")]
 DOWN = Rule("mlp.down_proj", "down")
 MLP = [
@@ -97,6 +102,7 @@ GEMMA = [
 TABLES = {
     **dict.fromkeys(("exaone4", "olmo2", "olmo3"), OLMO),
     **dict.fromkeys(("gemma2", "gemma3", "vaultgemma"), GEMMA),
+    "gemma4": [*GEMMA, Rule("", "output")],
     "apertus": [
         Rule("attention_layernorm", "attention_norm"),
         Rule("feedforward_layernorm", "mlp_norm"),
@@ -173,7 +179,7 @@ class TensorSpecs(NamedTuple):
 
 def expected(blueprint: Blueprint) -> TensorSpecs:
     """List the tensors of a checkpoint of this architecture."""
-    config, layer_shapes = blueprint.config, blueprint.layer_shapes
+    config = blueprint.config
     opt = config.family == "opt"
     prefix = "model.decoder." if opt else "model."
     embedding = [
@@ -183,8 +189,7 @@ def expected(blueprint: Blueprint) -> TensorSpecs:
         Rule("lm_head", "head"),
     ]
     layer = TABLES.get(config.family, LLAMA)
-    if any(rule.module == "qkv" for rule in layer):
-        layer_shapes = jax.eval_shape(join, layer_shapes)
+    joined = any(rule.module == "qkv" for rule in layer)
 
     def specs(rules: Sequence[Rule], shapes: Params, prefix: str) -> list[TensorSpec]:
         found = []
@@ -192,7 +197,7 @@ def expected(blueprint: Blueprint) -> TensorSpecs:
             leaves = shapes.get(rule.module, {})
             for leaf, ending in ENDINGS.items():
                 if leaf in leaves:
-                    name = f"{rule.name}.{ending}"
+                    name = f"{rule.name}.{ending}".removeprefix(".")
                     name = name if rule.module == "head" else prefix + name
                     size, *others = leaves[leaf].shape
                     shape, path = (size // rule.parts, *others), (rule.module, leaf)
@@ -200,10 +205,17 @@ def expected(blueprint: Blueprint) -> TensorSpecs:
                     found.append(TensorSpec(name, shape, path, rule.part, gain))
         return found
 
-    numbers = range(config.num_layers)
+    def specs_of(number: int) -> list[TensorSpec]:
+        shapes, rules = blueprint.of(number).layer_shapes, layer
+        if joined:
+            shapes = jax.eval_shape(join, shapes)
+        if config.of(number).values_from_keys:
+            rules = [KEYS if rule == QKV[1] else rule for rule in layer if rule != QKV[2]]
+        return specs(rules, shapes, f"{prefix}layers.{number}.")
+
     return TensorSpecs(
         specs(embedding, blueprint.embedding_shapes, prefix),
-        [specs(layer, layer_shapes, f"{prefix}layers.{i}.") for i in numbers],
+        [specs_of(i) for i in range(config.num_layers)],
     )
 
 

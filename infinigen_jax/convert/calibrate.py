@@ -120,8 +120,9 @@ class Calibrator:
 
     def layer(self, params: Params) -> Moments:
         """Run the next layer, in float32; return its query and key moments."""
+        config = self._config.of(self._layers_done)
         with jax.default_matmul_precision("highest"):  # GPUs would round products to TF32
-            step = _step(self._config, self._source, self._config.window_of(self._layers_done))
+            step = _step(config, self._source, config.window_of(self._layers_done))
             self._hidden, sums, self._seen = step(params, self._hidden, self._valid)
         self._layers_done += 1
         self._guesses = ()
@@ -143,7 +144,7 @@ class Calibrator:
             )
         query_gram, key_gram, key_mean, *blocks = means
         self.blocks: BlockMoments = self.extend_to_all_positions(BlockMoments(*blocks), params)
-        return Moments(query_gram / self._config.group_size, key_gram, key_mean)
+        return Moments(query_gram / config.group_size, key_gram, key_mean)
 
     def ahead(self, params: Params) -> tuple[Params, GuessMoments]:
         """Fit the query of the layer that `layer` ran last to the previous layer's hidden state.
@@ -262,7 +263,7 @@ def _step(config: ModelConfig, source: str, sliding: int | None) -> Callable[...
             near = attend(queries, keys, values, window=recent, sinks=sinks)
             stand_in = x + layer.attention_output(near)
         seen = (a, stand_in, x, queries, keys, values)
-        return attended_state + layer.mlp(attended_state, a), sums, seen
+        return layer.after_mlp(attended_state, a), sums, seen
 
     def step(params: Params, x: Float[Array, "w s e"], valid: Bool[Array, "w s"]) -> Any:
         return jax.lax.map(lambda pair: window(params, *pair), (x, valid))

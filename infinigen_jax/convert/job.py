@@ -24,7 +24,7 @@ from infinigen_jax.skew.basis import absorb, balanced_basis, reduced_rank_basis,
 
 @dataclasses.dataclass
 class Job:
-    """State of one conversion; `statistics` are of the layers converted so far."""
+    """State of one conversion; `statistics` are of layers without a sliding window, so far."""
 
     architecture: Blueprint
     sources: Mapping[str, TensorSource]
@@ -46,11 +46,12 @@ class Job:
         With `whole`, the model's own weights are streamed into `model.safetensors`. With skew
         balanced, the corrected query projections are written into AHEAD_FILE.
         """
-        layers, layouts = range(self.config.num_layers), {}
+        layouts: dict[str, Any] = {}
         if whole:
             weights = {spec.name: (self.dtype, spec.shape) for spec in self.specs.flat()}
             layouts[SAFETENSORS] = weights, {"format": "pt"}
         if self.skew == "balanced":
+            layers = self.config.full_attention_layers
             shapes = [item for i in layers for item in ahead_shapes(self.config, i).items()]
             layouts[AHEAD_FILE] = {name: (self.dtype, shape) for name, shape in shapes}, None
         with contextlib.ExitStack() as stack:
@@ -66,7 +67,7 @@ class Job:
                 extra = self._calibrate(calibrator, done)
                 if whole:
                     self._add(files[SAFETENSORS], specs, extra if self.absorbs else None)
-                if AHEAD_FILE in files:
+                if AHEAD_FILE in files and extra is not None:
                     tensors = extra["weight"].T, extra["bias"]
                     for name, x in zip(ahead_shapes(self.config, done), tensors, strict=True):
                         files[AHEAD_FILE].add(name, np.asarray(x).astype(self.dtype))
@@ -88,7 +89,7 @@ class Job:
             bases = np.broadcast_to(eye, (c.num_layers, c.num_kv_heads, *eye.shape))
             arrays = {"query_basis": bases, "key_basis": bases}
         else:
-            arrays = {n: np.stack(v) for n, v in self.statistics.items()}
+            arrays = {n: self._of_all_layers(v) for n, v in self.statistics.items()}
             arrays["row_shares"] = np.array(BUDGETS, np.float32)
         layout = {name: (array.dtype, array.shape) for name, array in arrays.items()}
         with open(out / SKEW_FILE, "wb") as file:
@@ -96,6 +97,12 @@ class Job:
             for name, array in arrays.items():
                 writer.add(name, array)
             return writer.close()
+
+    def _of_all_layers(self, values: list[np.ndarray]) -> np.ndarray:
+        """Stack values of layers without a sliding window; others have zeros."""
+        stacked = np.zeros((self.config.num_layers, *values[0].shape), np.float32)
+        stacked[self.config.full_attention_layers] = values
+        return stacked
 
     def _calibrator(self) -> Calibrator | None:
         if self.tokens is None:
@@ -112,7 +119,10 @@ class Job:
         return Calibrator(self.config, tokens, params, self.speculate_from)
 
     def _calibrate(self, calibrator: Calibrator | None, number: int) -> Any:
-        """Run a layer, keep its statistics; return a basis to absorb or a projection to write."""
+        """Run a layer, keep its statistics; return a basis to absorb or a projection to write.
+
+        None for a layer with a sliding window, which selects no rows.
+        """
         if calibrator is None:
             return None
         specs = self.specs.layers[number]
@@ -121,6 +131,8 @@ class Job:
             seen = calibrator.layer(params)
         except InputError as error:
             raise InputError(f"{self.sources[specs[0].name].file}: {error}") from None
+        if number not in self.config.full_attention_layers:
+            return None
         balanced = self.skew == "balanced"
         projection, guess = calibrator.ahead(params) if balanced else (None, None)
         losses, blocks = calibrator.loss(params), calibrator.blocks

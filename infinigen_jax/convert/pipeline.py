@@ -116,6 +116,8 @@ def convert(
         raise ParameterError("calibration", "without `skew` nothing is calibrated; leave it out")
     folder = checked_source(fetched(source, revision))
     hf, config = read_config(folder)
+    if not config.full_attention_layers:  # no layer selects rows
+        skew, speculate_from = "none", "input"
     target = _check_destination(folder, Path(destination), force)
     architecture = blueprint(config, jnp.float32)
     sources = match(open_tensors(folder), architecture, folder)

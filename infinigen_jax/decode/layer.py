@@ -64,7 +64,7 @@ class Decoder(Layout):
         # `hot` is the target's. With an own query, `carry` now has this layer's rows.
         carry, started, hot = self.request_by_input(inputs, a, carry, state.hot)
         with jax.named_scope("attention"):
-            q = self.config.grouped(layer.query(a, positions))
+            q = layer.config.grouped(layer.query(a, positions))
             key, value = layer.key_value(a, positions)
             q = self.tie(started, q)
             rows = rows.write(key, value)
@@ -72,7 +72,7 @@ class Decoder(Layout):
             o, rows, counts = rows.attend(q, carry)
             x = carry.x + self.output(layer, o)
         with jax.named_scope("mlp"):
-            x = x + layer.mlp(x, a)
+            x = layer.after_mlp(x, a)
         carry, hot = self.wait(started, Carry(x, None, counts), hot)
         return carry, LayerState(rows.local, hot, rows.observed)
 

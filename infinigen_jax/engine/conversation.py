@@ -32,7 +32,7 @@ from infinigen_jax.engine.runtime import Runtime
 from infinigen_jax.engine.saved_file import WRONG, SavedFile, arrays, kinds, restore, write_saved
 from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.loading.load import Model
-from infinigen_jax.models.linear import split
+from infinigen_jax.models.base import split_layers
 from infinigen_jax.models.small_weights import small_dtype
 from infinigen_jax.numeric import check_range
 from infinigen_jax.settings.sampling import Sampling
@@ -278,7 +278,7 @@ def fingerprint(model: Model) -> str:
     if model.fingerprint is not None:
         return model.fingerprint
     digest = hashlib.sha256(repr(model.config).encode())
-    layers = [split(layer, model.config.query_width) for layer in model.params["layers"]]
+    layers = split_layers(model.config, model.params["layers"])
     for leaf in jax.tree.leaves((model.params | {"layers": layers}, model.bases)):
         digest.update(np.asarray(leaf).tobytes())
     return digest.hexdigest()

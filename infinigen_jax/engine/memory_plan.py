@@ -19,7 +19,7 @@ from infinigen_jax.machine.memory_limits import (
     widen_pool_to,
 )
 from infinigen_jax.messages import format_bytes
-from infinigen_jax.models import Params
+from infinigen_jax.models import ModelConfig, Params
 from infinigen_jax.models.small_weights import decoded_size, small_dtype
 from infinigen_jax.numeric import listed
 from infinigen_jax.prefill.attention import CPU_TILE, DEVICE_TILE_BYTES
@@ -73,7 +73,7 @@ def plan_cache(decoder: Decoder, batch: int, capacity: int, slots: int | None = 
     """
     slots = capacity if slots is None else slots
     config, policy, item = decoder.config, decoder.policy, decoder.dtype.itemsize
-    row = batch * config.num_kv_heads * 2 * config.head_dim * item
+    row = batch * config.row_width * item
     stored_row = batch * config.num_kv_heads * decoder.row_format.width
     stored_row *= decoder.row_format.storage.itemsize
     selecting = len(decoder.selecting)
@@ -85,18 +85,27 @@ def plan_cache(decoder: Decoder, batch: int, capacity: int, slots: int | None = 
         pool = decoder.host_layers * 4 * entries
         pool += selecting * entries * decoder.pool.use_bytes
     blocks = decoder.slots.blocks(slots) if policy.has_tail else 0
-    sums = 4 * batch * config.num_kv_heads * blocks * config.head_dim
+    sums = FLOAT32 * batch * blocks * config.row_width // 2
     on_device = set(range(config.num_layers)) - set(decoder.on_host)
-    tokens = sum(decoder.ring_size(layer, capacity) or capacity for layer in on_device)
+    dense = sum(
+        config.of(layer).row_width * (decoder.ring_size(layer, capacity) or capacity)
+        for layer in on_device
+    )
     return MemoryPlan(
         host_cache=decoder.host_layers * slots * stored_row,
-        dense_cache=row * tokens,
+        dense_cache=batch * dense * item,
         index=index,
         resident=decoder.host_layers * decoder.slots.size * row + selecting * sums,
         hot=hot,
         pool=pool,
         workspace=0,
     )
+
+
+def _widest(config: ModelConfig) -> tuple[int, int]:
+    """Return the largest `query_width` and `row_width` of a model's layers."""
+    kinds = config, config.windowed
+    return max(of.query_width for of in kinds), max(of.row_width for of in kinds)
 
 
 def _bytes(make: Callable[[], Any]) -> int:
@@ -110,10 +119,11 @@ def prefill_bytes(decoder: Decoder, params: Params, batch: int, chunk: int, capa
     if decoder.transfer.in_place:
         return _prefill_on_cpu(decoder, params, batch, chunk, capacity) + common
     config, item = decoder.config, decoder.dtype.itemsize
-    width = 3 * config.hidden_size + 2 * config.query_width
-    width += 3 * config.intermediate_size + 4 * config.num_kv_heads * config.head_dim
+    queries, rows = _widest(config)
+    width = 3 * config.hidden_size + 2 * queries
+    width += 3 * config.intermediate_size + 2 * rows
     # Scores and weights of a tile, in float32; two blocks of rows.
-    blocks = 2 * batch * config.num_kv_heads * BLOCK * 2 * config.head_dim * item
+    blocks = 2 * batch * BLOCK * rows * item
     return batch * chunk * width * item + 2 * DEVICE_TILE_BYTES + blocks + common
 
 
@@ -124,8 +134,7 @@ def _prefill_on_cpu(decoder: Decoder, params: Params, batch: int, chunk: int, ca
     output and new rows, and converted weights.
     """
     config, item, tokens = decoder.config, decoder.dtype.itemsize, batch * chunk
-    queries = config.query_width
-    rows = 2 * config.num_kv_heads * config.head_dim
+    queries, rows = _widest(config)
     block = min(BLOCK, capacity)
     # Queries in tiles, their weighted sums and the output; keys and values by head; the scores of a
     # tile; a block of earlier rows, and its values with unwritten rows masked.
@@ -158,7 +167,8 @@ def step_bytes(
     slots = capacity if slots is None else slots
     selecting = bool(decoder.selecting)
     requested = decoder.request_size(slots) if selecting else 0
-    row = batch * config.num_kv_heads * 2 * config.head_dim * decoder.dtype.itemsize
+    item = batch * decoder.dtype.itemsize
+    row = item * config.row_width
     # The rows of two layers are on the device at a time.
     moved = 0 if decoder.transfer.in_place and not decoder.hot_set else 2 * requested * row
     # Scores, ranking keys and masks, in float32.
@@ -175,17 +185,19 @@ def step_bytes(
     if not drafted:
         return step
     cache = plan_cache(decoder, batch, capacity, slots)
-    copied = cache.resident + row * sum(decoder.ring_size(x, capacity) or 0 for x in on_device)
+    widths = [config.of(layer).row_width for layer in range(config.num_layers)]
+    rings = sum(widths[x] * (decoder.ring_size(x, capacity) or 0) for x in on_device)
+    copied = cache.resident + item * rings
     copied += cache.index if decoder.policy.observes else 0  # by `rounds.save`
     logits = 2 * FLOAT32 * batch * config.vocab_size
-    return step + copied + drafted * (config.num_layers * row + logits)
+    return step + copied + drafted * (item * sum(widths) + logits)
 
 
 def _arriving_bytes(decoder: Decoder, params: Params) -> int:
     """Return the device bytes of weights kept in host memory, two layers at a time."""
     if not decoder.weights_on_host:
         return 0
-    return 2 * tree_bytes(in_host_memory(params["layers"][0]))
+    return 2 * max(tree_bytes(in_host_memory(layer)) for layer in params["layers"])
 
 
 def _decoded_bytes(decoder: Decoder, params: Params, rows: int, ends: int) -> int:
@@ -194,7 +206,7 @@ def _decoded_bytes(decoder: Decoder, params: Params, rows: int, ends: int) -> in
     XLA may decode all matrices of a layer at the same time, on a CPU to float32.
     """
     embedding = params["embedding"]
-    layer = decoded_size(params["layers"][0], rows)
+    layer = max(decoded_size(layer, rows) for layer in params["layers"])
     logits = decoded_size({"": embedding.get("head", embedding["tokens"])}, ends)
     return max(layer, logits) * (FLOAT32 if decoder.transfer.in_place else decoder.dtype.itemsize)
 
@@ -215,8 +227,7 @@ def _converted_bytes(decoder: Decoder, params: Params, batch: int, tokens: int) 
         return 0
     widest = max(config.vocab_size, 2 * config.intermediate_size)
     matrix = config.hidden_size * widest if _converts(decoder, params) else 0
-    rows = batch * config.num_kv_heads * config.head_dim * tokens
-    return FLOAT32 * max(matrix, 2 * rows)
+    return FLOAT32 * max(matrix, batch * _widest(config)[1] * tokens)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,8 @@ from infinigen_jax.engine.settings import EngineSettings, check_fitted
 from infinigen_jax.errors import InputError, ParameterError
 from infinigen_jax.loading.load import DENSE_UNKNOWN, Model
 from infinigen_jax.models import Params
-from infinigen_jax.models.linear import join, split
+from infinigen_jax.models.base import split_layers
+from infinigen_jax.models.linear import join
 from infinigen_jax.models.small_weights import has_few_bits, shrink, small_dtype
 from infinigen_jax.policies import Full, InfiniGen, Policy
 from infinigen_jax.programs.program import Program
@@ -86,8 +87,8 @@ def make_runtime(model: Model, settings: EngineSettings, mesh: Mesh | None = Non
         check_lossless(decoder)
     prepared, whole = prepare(decoder, model), Placement(mesh).whole
     packed = transfer.in_place and settings.weights == "device"
-    width = model.config.query_width
-    layers = [join(x) if packed else split(x, width) for x in model.params["layers"]]
+    layers = model.params["layers"]
+    layers = list(map(join, layers)) if packed else split_layers(model.config, layers)
     places = {"embedding": whole, "layers": placement(layers, settings.weights, mesh)}
     params = jax.device_put(model.params | {"layers": layers}, places)
     weights = Weights(params, jax.device_put(prepared, whole))

@@ -101,8 +101,8 @@ class Model:
     path: Path | None = None
     fingerprint: str | None = None
     given_tokenizer: Any = None
-    svd_bases: tuple[Basis, ...] | None = None
-    ahead: tuple[Ahead, ...] | None = None
+    svd_bases: tuple[Basis | None, ...] | None = None
+    ahead: tuple[Ahead | None, ...] | None = None
     speculate_from: str = "input"
     sparse_loss: np.ndarray | None = None
     row_loss: np.ndarray | None = None

@@ -23,8 +23,8 @@ READERS = 4  # layers read, and dequantised, at a time
 
 def check_room(folder: Path, architecture: Blueprint, weights: str) -> int | None:
     """Refuse weights that do not fit before reading any; return the bytes left, None if unknown."""
-    device, layers = jax.devices()[0], architecture.config.num_layers
-    layer, smaller = tree_bytes(architecture.layer_shapes), ["a smaller model"]
+    device, smaller = jax.devices()[0], ["a smaller model"]
+    layers = [architecture.of(i).layer_shapes for i in range(architecture.config.num_layers)]
     if not has_few_bits(architecture.layer_shapes):
         smaller.insert(0, "`weight_dtype` int8")
 
@@ -36,13 +36,13 @@ def check_room(folder: Path, architecture: Blueprint, weights: str) -> int | Non
             )
 
     embedding = tree_bytes(architecture.embedding_shapes)
-    needed = embedding + layer * layers
+    needed = embedding + tree_bytes(layers)
     if weights == "host" and device.platform != "cpu":
-        moved = tree_bytes(in_host_memory(architecture.layer_shapes))
-        check("host memory", layers * moved, available_host_bytes())
-        pool = pinned_pool_limit_bytes(device)
-        check("pinned memory", layers * moved, pool, widen_pool_to(layers * moved))
-        needed -= max(0, layers - 2) * moved  # two layers' are on the device at a time
+        each = [tree_bytes(in_host_memory(layer)) for layer in layers]
+        moved = sum(each)
+        check("host memory", moved, available_host_bytes())
+        check("pinned memory", moved, pinned_pool_limit_bytes(device), widen_pool_to(moved))
+        needed -= max(0, moved - 2 * max(each))  # two layers' are on the device at a time
     elif device.platform != "cpu":
         smaller.append("`weights` host")
     if small_dtype(architecture.layer_shapes) is not None:  # weights are read before they are small

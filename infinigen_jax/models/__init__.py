@@ -20,19 +20,22 @@ from infinigen_jax.models.hf import refuse_unless, relative_from_hf
 
 FAMILIES = (
     *("apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone", "exaone4", "gemma"),
-    *("gemma2", "gemma3", "glm", "glm4", "granite", "helium", "hunyuan_v1_dense", "hyperclovax"),
-    *("internlm3", "iquestcoder", "jais2", "llama", "ministral", "ministral3", "mistral"),
-    *("nemotron", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3"),
-    *("stablelm", "starcoder2", "vaultgemma"),
+    *("gemma2", "gemma3", "gemma4", "glm", "glm4", "granite", "helium", "hunyuan_v1_dense"),
+    *("hyperclovax", "internlm3", "iquestcoder", "jais2", "llama", "ministral", "ministral3"),
+    *("mistral", "nemotron", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen3", "seed_oss"),
+    *("smollm3", "stablelm", "starcoder2", "vaultgemma"),
 )
-ALIASES = {"gemma3_text": "gemma3"}  # other names of a model_type
+ALIASES = {  # other names of a model_type
+    "gemma3_text": "gemma3",
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), "gemma4"),
+}
 # Reasons to name for unsupported model types that contain these words.
 REASONS = {
     "mixtral": "a mixture of experts",
     "moe": "a mixture of experts",
     "gpt_oss": "a mixture of experts, with attention sinks as weights",
     "deepseek": "a mixture of experts",
-    "gemma": "of Gemma, the text models of versions 1 to 3 are",
+    "gemma": "of Gemma, the text models of versions 1 to 3 and the dense ones of 4 are",
     "mamba": "no attention",
 }
 

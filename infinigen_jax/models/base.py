@@ -66,6 +66,12 @@ class ModelConfig:
         norms: names of the norms of a layer, of PRE_NORMS, POST_NORMS and HEAD_NORMS.
         layer_norms, norm_biases: whether norms are of the kind LayerNorm rather than RMSNorm, and
             whether these have biases.
+        window_shape: KV heads and head size of layers with a sliding window, if another head size
+            than that of the others. `of` has the configuration of such a layer.
+        values_from_keys: whether values are the projected keys before their norm, in layers without
+            a sliding window.
+        value_norms: whether values have a norm, without a scale.
+        layer_factors: whether a layer's output has a factor, which is a parameter.
         joint_head_norms: whether HEAD_NORMS apply to all heads of a token together.
         norms_minus_one: whether files hold the scales of norms minus 1. They are float32 then in
             every dtype of the weights: in two bytes, 1 + scale would lose most of its digits.
@@ -103,6 +109,10 @@ class ModelConfig:
     norms: tuple[str, ...] = PRE_NORMS
     layer_norms: bool = False
     norm_biases: bool = True
+    window_shape: tuple[int, int] | None = None
+    values_from_keys: bool = False
+    value_norms: bool = False
+    layer_factors: bool = False
     joint_head_norms: bool = False
     norms_minus_one: bool = False
     parallel_mlp: bool = False
@@ -123,13 +133,36 @@ class ModelConfig:
     def query_width(self) -> int:
         return self.num_heads * self.head_dim
 
+    @property
+    def row_width(self) -> int:
+        """Numbers in a token's rows of a layer: keys and values of all KV heads."""
+        return 2 * self.num_kv_heads * self.head_dim
+
     def grouped(self, query: Float[Array, "*b h d"]) -> Float[Array, "*b k g d"]:
         """Group query heads by the KV head that they share."""
         return query.reshape(*query.shape[:-2], self.num_kv_heads, self.group_size, self.head_dim)
 
+    @functools.cached_property
+    def windowed(self) -> "ModelConfig":
+        """Configuration of the layers with a sliding window, whose heads may have another size."""
+        if self.window_shape is None:
+            return self
+        kv_heads, size = self.window_shape
+        shape: Any = {"num_kv_heads": kv_heads, "head_dim": size, "window_shape": None}
+        return dataclasses.replace(self, values_from_keys=False, **shape)
+
+    def of(self, layer: int) -> "ModelConfig":
+        """Return the configuration of a layer."""
+        return self.windowed if layer in self.sliding_layers else self
+
     def window_of(self, layer: int) -> int | None:
         """Return the sliding window of a layer, in tokens; None if it attends to all."""
         return self.sliding_window if layer in self.sliding_layers else None
+
+    @property
+    def full_attention_layers(self) -> list[int]:
+        """Layers without a sliding window; others keep their rows on the device."""
+        return [layer for layer in range(self.num_layers) if self.window_of(layer) is None]
 
     def rope_of(self, layer: int) -> Rope | None:
         """Return the rotary embedding of a layer; None if it does not rotate."""
@@ -164,6 +197,7 @@ def family(name: str) -> ModuleType:
 class Blueprint(NamedTuple):
     """A family's modules without their parameters.
 
+    `layer_graph` and `layer_shapes` are of layers without a sliding window; see `of`.
     `layer(params)` and `embedding(params)` insert plain dicts of arrays into a module. Inside jit
     this costs nothing at run time, and one compilation serves every layer.
     """
@@ -175,26 +209,35 @@ class Blueprint(NamedTuple):
     embedding_graph: Any
     embedding_shapes: Params
 
+    def of(self, layer: int) -> "Blueprint":
+        """Return the blueprint of a layer."""
+        return self._with(self.config.of(layer))
+
     def layer(self, params: Params) -> "Layer":
         """Return the module of a layer; `params` are packed or not, in full or in small weights."""
-        graph = self.fitted(params).layer_graph
-        module: Any = nnx.merge(graph, split(params, self.config.query_width))
+        config = self.config
+        # The only trace of a layer's kind in its parameters.
+        if config.window_shape and params["k_norm"]["scale"].shape[-1] != config.head_dim:
+            config = config.windowed
+        graph = self._with(config).fitted(params).layer_graph
+        module: Any = nnx.merge(graph, split(params, config.query_width))
         if "qkv" in params:
-            module.q = part_of(params["qkv"], 0, self.config.query_width)
-            module.kv = part_of(params["qkv"], self.config.query_width, None)
+            module.q = part_of(params["qkv"], 0, config.query_width)
+            module.kv = part_of(params["qkv"], config.query_width, None)
         return module
 
     def complete(self, number: int, params: Params) -> Params:
-        """Return a layer's parameters in the form of `layer_shapes`.
+        """Return a layer's parameters in the form of its `layer_shapes`.
 
         A checkpoint's `params` are in either form of `models.linear`, without those that follow
         from the configuration.
         """
-        params = split(params, self.config.query_width)
+        config = self.config.of(number)
+        params = split(params, config.query_width)
         if "rotation" not in self.layer_shapes:
             return params
-        rope = self.config.layer_ropes[number]
-        return params | {"rotation": rotation(rope, self.config.head_dim)}
+        rope = config.layer_ropes[number]
+        return params | {"rotation": rotation(rope, config.head_dim)}
 
     def embedding(self, params: Params) -> "Embedding":
         return nnx.merge(self.fitted(params).embedding_graph, params)
@@ -203,6 +246,12 @@ class Blueprint(NamedTuple):
         """Return the blueprint of modules with weights of these parameters' form."""
         small, wide = small_form(params)
         return self if small is None else blueprint(self.config, self.dtype, small, wide)
+
+    def _with(self, config: ModelConfig) -> "Blueprint":
+        """Return the blueprint of another configuration, with weights of the same form."""
+        if config is self.config:
+            return self
+        return blueprint(config, self.dtype, *small_form(self.layer_shapes))
 
 
 @functools.cache
@@ -236,6 +285,11 @@ def blueprint(
     return Blueprint(config, dtype, *split(modules["Layer"]), *split(modules["Embedding"]))
 
 
+def split_layers(config: ModelConfig, layers: Sequence[Params]) -> list[Params]:
+    """Return all layers' parameters with projections that are not joined."""
+    return [split(layer, config.of(i).query_width) for i, layer in enumerate(layers)]
+
+
 def random_params(config: ModelConfig, dtype: Any) -> Params:
     """Return random parameters, normal with deviation 1/sqrt(fan in), shaped like `blueprint`'s."""
     architecture = blueprint(config, dtype)
@@ -258,7 +312,7 @@ def random_params(config: ModelConfig, dtype: Any) -> Params:
 
     keys = jax.random.split(jax.random.key(0), config.num_layers + 1)
     layers = [
-        architecture.complete(i, tree(architecture.layer_shapes, keys[i]))
+        architecture.complete(i, tree(architecture.of(i).layer_shapes, keys[i]))
         for i in range(config.num_layers)
     ]
     return {"embedding": tree(architecture.embedding_shapes, keys[-1]), "layers": layers}

@@ -29,7 +29,7 @@ def forward(
         )
         o = jax.vmap(attend)(layer.query(a, positions, lengths), keys, values)
         x = x + layer.attention_output(o)
-        x = x + layer.mlp(x, a)
+        x = layer.after_mlp(x, a)
     return embedding.logits(x)
 
 

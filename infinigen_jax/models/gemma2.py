@@ -24,7 +24,7 @@ DEFAULTS = OF_BOTH | {"attn_logit_softcapping": 50.0, "final_logit_softcapping":
 
 def config_from_hf(hf: HFConfig, **settings: Any) -> ModelConfig:
     hf["layer_types"] = kinds(hf, lambda i: (i + 1) % 2)
-    settings |= {"attention_softcap": _softcap(hf, "attn_logit_softcapping")}
+    settings |= {"attention_softcap": softcap(hf, "attn_logit_softcapping")}
     return gemma_from_hf(hf, **settings)
 
 
@@ -36,7 +36,7 @@ def gemma_from_hf(hf: HFConfig, **settings: Any) -> ModelConfig:
     return relative_from_hf(
         hf | {"hidden_act": activation},
         query_scale=positive_number(hf["query_pre_attn_scalar"], "query_pre_attn_scalar") ** -0.5,
-        logit_softcap=_softcap(hf, "final_logit_softcapping"),
+        logit_softcap=softcap(hf, "final_logit_softcapping"),
         norms_minus_one=True,
         embedding_scale=positive(hf, "hidden_size") ** 0.5,
         windows="listed",
@@ -44,6 +44,7 @@ def gemma_from_hf(hf: HFConfig, **settings: Any) -> ModelConfig:
     )
 
 
-def _softcap(hf: HFConfig, name: str) -> float | None:
+def softcap(hf: HFConfig, name: str) -> float | None:
+    """Read a bound of attention scores or logits; None for none."""
     value = hf.get(name)
     return None if value is None else positive_number(value, name)

@@ -17,6 +17,8 @@ SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of `layer_types`
 WITH_IMAGES = {
     "exaone4_5": "exaone4",
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
     "mistral3": "mistral",
     "qwen2_vl": "qwen2",
     "qwen2_5_vl": "qwen2",
@@ -50,7 +52,7 @@ def language_model(hf: HFConfig) -> dict[str, Any]:
     family = str(part.get("model_type") or WITH_IMAGES[kind])
     if family.removesuffix("_text") == kind:
         family = WITH_IMAGES[kind]
-    name = f"{family.removesuffix('_text').title()}ForCausalLM"
+    name = f"{family.removesuffix('_text').title().replace('_', '')}ForCausalLM"
     return shared | _along_the_text(part) | {"model_type": family, "architectures": [name]}
 
 
@@ -262,7 +264,8 @@ def positive_number(value: Any, name: str) -> float:
     return number
 
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")  # of `models.rope`
+# Of `models.rope`.
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 LLAMA3 = {  # without its factor
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -295,6 +298,7 @@ def rope_from_hf(
         )
     share = settings.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
     share = 1.0 if share is None else positive_number(share, "partial_rotary_factor")
+    partial = partial or kind == "proportional"
     refuse_unless(share == 1 or (partial and share < 1), f"partial_rotary_factor {share:g}")
     theta = settings.get("rope_theta") or hf.get("rope_theta") or theta
     theta = positive_number(theta, "rope_theta")
@@ -340,6 +344,8 @@ def _scaling(
     """Return the fields of a Rope of this kind; `original` is the context before its extension."""
     if kind == "default":
         return {}
+    if kind == "proportional":
+        return {"factor": positive_number(settings.get("factor") or 1.0, "rope factor")}
     factor = settings.get("factor") if kind == "longrope" else settings["factor"]
     if factor is None and kind in ("yarn", "longrope"):
         factor = positions / original

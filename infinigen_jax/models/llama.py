@@ -36,18 +36,28 @@ class Norm(nnx.Module):
         y = x.astype(jnp.float32)
         if self.centred:
             y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.epsilon)
+        y = _of_unit_mean_square(y, self.epsilon)
         y = y * as_last(self.scale[...].astype(jnp.float32), y.ndim - 1)
         if self.bias is not None:
             y = y + as_last(self.bias[...].astype(jnp.float32), y.ndim - 1)
         return y.astype(x.dtype)
 
 
+class Factor(nnx.Module):
+    """Factor on a layer's output, a parameter."""
+
+    def __init__(self, dtype: Any):
+        self.factor = nnx.Param(jnp.ones(1, dtype))
+
+    def __call__(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
+        return x * as_last(self.factor[...].astype(x.dtype), x.ndim - 1)
+
+
 class Layer(nnx.Module):
     """One decoder layer, split where the KV cache is read and where speculation starts.
 
     x = x + attention_output(attention(query(a), key_value(a)))    a = attention_input(x)
-    x = x + mlp(x, a)
+    x = after_mlp(x, a)
 
     `lengths` are the tokens of each sequence in this call of the model, by default up to and
     including `positions`. Some rotary embeddings depend on them (`rope.rotate`). Norms are those of
@@ -63,7 +73,8 @@ class Layer(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: Any):
         c = config
-        query_width, kv_width = c.query_width, 2 * c.num_kv_heads * c.head_dim
+        query_width, key_width = c.query_width, c.num_kv_heads * c.head_dim
+        kv_width = key_width if c.values_from_keys else 2 * key_width
         self.q = Linear(c.hidden_size, query_width, c.attention_bias, dtype)
         self.kv = Linear(c.hidden_size, kv_width, c.attention_bias, dtype)
         self.o = Linear(query_width, c.hidden_size, c.attention_bias and c.output_bias, dtype)
@@ -72,12 +83,14 @@ class Layer(nnx.Module):
         else:
             self.up = Linear(c.hidden_size, c.intermediate_size, c.mlp_bias, dtype)
         self.down = Linear(c.intermediate_size, c.hidden_size, c.mlp_bias, dtype)
-        head_sizes = (query_width, kv_width // 2) if c.joint_head_norms else (c.head_dim,) * 2
+        head_sizes = (query_width, key_width) if c.joint_head_norms else (c.head_dim,) * 2
         sizes: dict[str, int] = dict(zip(HEAD_NORMS, head_sizes, strict=True))
         for name in c.norms:
             setattr(self, name, Norm(sizes.get(name, c.hidden_size), c, dtype))
         if c.layer_ropes:
             self.rotation = Rotation(c.head_dim, any(r and r.interleaved for r in c.layer_ropes))
+        if c.layer_factors:
+            self.output = Factor(dtype)
         self.config = config
 
     def attention_input(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
@@ -110,8 +123,10 @@ class Layer(nnx.Module):
     ) -> tuple[Float[Array, "*b k d"], Float[Array, "*b k d"]]:
         """Return keys, after norm and rotation, and values."""
         c = self.config
-        kv = self.kv(a).reshape(*a.shape[:-1], 2 * c.num_kv_heads, c.head_dim)
-        key, value = jnp.split(kv, 2, axis=-2)
+        kv = self.kv(a).reshape(*a.shape[:-1], -1, c.head_dim)
+        key, value = (kv, kv) if c.values_from_keys else jnp.split(kv, 2, axis=-2)
+        if c.value_norms:
+            value = _of_unit_mean_square(value.astype(jnp.float32), c.norm_eps).astype(kv.dtype)
         return self.placed(key, self.k_norm, positions, lengths), value
 
     def placed(
@@ -148,6 +163,11 @@ class Layer(nnx.Module):
         y = self.feed_forward(a if self.config.parallel_mlp else _normed(self.mlp_norm, x))
         return _scaled(_normed(self.mlp_post_norm, y), self.config.residual_scale)
 
+    def after_mlp(self, x: Float[Array, "*b e"], a: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
+        """Return the layer's output, from the stream after attention; see `mlp`."""
+        x = x + self.mlp(x, a)
+        return self.output(x) if self.config.layer_factors else x
+
     def feed_forward(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
         """Return the MLP of normalised hidden states."""
         activation = ACTIVATIONS[self.config.activation]
@@ -159,6 +179,10 @@ class Layer(nnx.Module):
 
 def _normed(norm: Norm | None, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
     return x if norm is None else norm(x)
+
+
+def _of_unit_mean_square(y: Float[Array, "*b e"], epsilon: float) -> Float[Array, "*b e"]:
+    return y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + epsilon)
 
 
 def _scaled(x: Float[Array, "*b e"], factor: float) -> Float[Array, "*b e"]:

@@ -10,6 +10,7 @@ Other frequencies extend models beyond the context of their training:
     longrope  a fitted factor for each pair, one set within the original context and another
               beyond it, and sharper scores (Ding et al., 2024)
 
+`proportional` frequencies (Gemma 4) are 0 beyond a share of the pairs, and may be divided too.
 `dynamic` and `longrope` follow transformers: each call of the model uses the frequencies for the
 sequence length at that call. All keys of a prompt use the prompt's length, and each later token
 uses its position. Cached keys stay unchanged.
@@ -43,7 +44,8 @@ class Rope:
         attention_factor: factor on rotated queries and on rotated keys ("yarn", "longrope").
         short_factors, long_factors: divisors of the frequencies of "longrope", within the
             original context and beyond it.
-        share: share of a head's columns that rotate, the leading ones.
+        share: share of a head's columns that rotate: the leading ones, or with "proportional" the
+            first pairs.
         interleaved: whether a pair is two neighbouring columns rather than one of each half.
     """
 
@@ -69,7 +71,7 @@ class Rope:
 
     def columns(self, dim: int) -> int:
         """Return the number of rotated columns of a head."""
-        return int(dim * self.share)
+        return dim if self.kind == "proportional" else int(dim * self.share)
 
     def fits(self, dim: int) -> bool:
         """Return whether the rotated columns form pairs, each with its factors."""
@@ -89,6 +91,9 @@ class Rope:
             inverse = inverse / self.factor
         elif self.kind == "llama3":
             inverse = self._llama3(inverse)
+        elif self.kind == "proportional":
+            inverse = inverse / self.factor
+            inverse[int(self.share * dim) // 2 :] = 0.0
         elif self.kind == "yarn":
             inverse = self._yarn(inverse)
         elif self.kind == "longrope":

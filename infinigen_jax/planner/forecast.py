@@ -34,7 +34,7 @@ from infinigen_jax.loading.conversion_cache import known_conversion
 from infinigen_jax.loading.load import Model, form_of
 from infinigen_jax.machine.memory_limits import tree_bytes
 from infinigen_jax.models import Blueprint, ModelConfig, blueprint
-from infinigen_jax.models.linear import split
+from infinigen_jax.models.base import split_layers
 from infinigen_jax.models.small_weights import shrink
 from infinigen_jax.planner.traffic import RoundsForecast, Traffic, forecast_rounds, planned_traffic
 from infinigen_jax.policies import Policy
@@ -197,7 +197,7 @@ class Planner:
             decoders.append(engine.decoder)
             # Use the form that weights have where rows or weights are transferred.
             params = engine.runtime.weights.params
-            layers = [split(layer, self.config.query_width) for layer in params["layers"]]
+            layers = split_layers(self.config, params["layers"])
             return engine.runtime.weights._replace(params=params | {"layers": layers})
 
         weights = jax.eval_shape(build, self._shapes)
@@ -238,7 +238,7 @@ class Planner:
         traffic = planned_traffic(decoder, weights, plan, batch, context, capacity, slots)
         kept = {name: part for name, part in self._shapes.items() if name != "params"}
         if kept["ahead"] is not None:  # projections stay in their file
-            kept["ahead"] = [ahead.basis for ahead in kept["ahead"]]
+            kept["ahead"] = [ahead and ahead.basis for ahead in kept["ahead"]]
         found = Forecast(
             settings=settings,
             weights=tree_bytes(weights.params) - traffic.brought,
@@ -291,7 +291,8 @@ def model_shapes(architecture: Blueprint, conversion: Conversion) -> Any:
     config, dtype, count = architecture.config, architecture.dtype, architecture.config.num_layers
     shape = jax.ShapeDtypeStruct
     square: Any = shape((config.num_kv_heads, config.head_dim, config.head_dim), jnp.float32)
-    pairs = tuple(Basis(square, square) for _ in range(count))
+    layers = config.full_attention_layers
+    pairs = tuple(Basis(square, square) if i in layers else None for i in range(count))
     skew, corrected = conversion.skew, conversion.skew == "balanced"
     weight, bias = (config.query_width, config.hidden_size), (config.query_width,)
     projection = {"weight": shape(weight, dtype), "bias": shape(bias, dtype)}
@@ -299,11 +300,11 @@ def model_shapes(architecture: Blueprint, conversion: Conversion) -> Any:
     return {
         "params": {
             "embedding": architecture.embedding_shapes,
-            "layers": [architecture.layer_shapes] * count,
+            "layers": [architecture.of(i).layer_shapes for i in range(count)],
         },
         "bases": (None,) * count if absorbed else pairs,
         "svd_bases": pairs if corrected else None,
-        "ahead": tuple(Ahead(projection, pair) for pair in pairs) if corrected else None,
+        "ahead": tuple(pair and Ahead(projection, pair) for pair in pairs) if corrected else None,
     }
 
 

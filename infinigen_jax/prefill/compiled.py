@@ -51,7 +51,7 @@ def empty(
 ) -> Cache:
     """Return a cache without tokens and host array, with pools for prompts of these `lengths`."""
     config, policy, stored = decoder.config, decoder.policy, decoder.row_format
-    k, d, limit = config.num_kv_heads, config.head_dim, decoder.pool
+    k, limit = config.num_kv_heads, decoder.pool
     streams = [decoder.streams(i) for i in range(decoder.host_layers)]
     pool: Any = ()
     if limit is not None:
@@ -60,6 +60,7 @@ def empty(
 
     def local(layer: int) -> Local:
         number, ring = decoder.host_number(layer), decoder.ring_size(layer, capacity)
+        k, d = config.of(layer).num_kv_heads, config.of(layer).head_dim
         if number >= 0:
             blocks = 0
             if policy.has_tail and not streams[number]:
@@ -248,7 +249,7 @@ def layer_over(
     with jax.named_scope("attention"):
         attended = attend(queries, keys, values)
     x = x + layer.attention_output(attended.output)
-    x = x + layer.mlp(x, a)
+    x = layer.after_mlp(x, a)
     rows = jnp.concatenate([keys, values], axis=-1).swapaxes(1, 2)
     return Done(x, rows, queries, keys, attended)
 

@@ -97,8 +97,8 @@ def speculation_weights(
     basis, query = choose_basis(model, basis), choose_query(model, query)
     corrected = projection = None
     if query == "corrected":
-        assert model.ahead is not None
-        corrected = model.ahead[layer]
+        corrected = model.ahead[layer] if model.ahead is not None else None
+        assert corrected is not None
         projection = {n: jnp.array(x, model.dtype) for n, x in corrected.projection.items()}
     if basis != model.skew:
         assert model.svd_bases is not None

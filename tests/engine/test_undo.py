@@ -111,7 +111,8 @@ def test_copies_for_an_undo_are_planned(name):
     decoder, params, batch = made(name).decoder, made(name).runtime.weights.params, len(RAGGED)
     sizes, config = (decoder, params, batch, CAPACITY), decoder.config
     copied = tree_bytes(save(decoder, read(name))._replace(lengths=()))
-    token = 2 * config.num_layers * config.num_kv_heads * config.head_dim + 2 * config.vocab_size
+    layers = map(config.of, range(config.num_layers))
+    token = sum(2 * of.num_kv_heads * of.head_dim for of in layers) + 2 * config.vocab_size
     assert step_bytes(*sizes, 1) - step_bytes(*sizes) == copied + 4 * batch * token
 
 

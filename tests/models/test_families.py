@@ -55,6 +55,8 @@ GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 20}
 CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 6.0}
 BASES = {"sliding_attention": {"rope_theta": 100.0}, "full_attention": {"rope_theta": 1e4}}
 GEMMA3 = GEMMA | {"rope_parameters": BASES, "final_logit_softcapping": 6.0}
+GEMMA4 = {"hidden_size_per_layer_input": 0, "head_dim": 8, "global_head_dim": 16}
+GEMMA4 |= {"num_global_key_value_heads": 1, "attention_k_eq_v": True}
 FACTORS = {"embedding_multiplier": 1.7, "residual_multiplier": 0.6}
 FACTORS |= {"attention_multiplier": 0.35, "logits_scaling": 2.5}
 NOPE = {"no_rope_layers": [0, 1]}
@@ -86,6 +88,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", GQA | GEMMA | CAPS | kinds("sfs")),
     "gemma2 plain": ("gemma2", GEMMA | dict.fromkeys(CAPS) | {"sliding_window": 64}),
     "gemma3": ("gemma3_text", GQA | GEMMA3 | kinds("sf")),
+    "gemma4": ("gemma4_text", GQA | GEMMA4 | kinds("sfsf")),
+    "gemma4 plain": ("gemma4_text", GEMMA4 | kinds("sf") | {"attention_k_eq_v": False}),
+    "gemma4 unified": ("gemma4_unified_text", GQA | GEMMA4 | kinds("sf") | CAPS),
     "glm": ("glm", GQA | {"head_dim": 12, "partial_rotary_factor": 0.7}),
     "glm4": ("glm4", GQA | {"head_dim": 16}),
     "glm4 dynamic": ("glm4", SHORT | {"head_dim": 16} | rope(**DYNAMIC, partial_rotary_factor=0.5)),
@@ -164,6 +169,7 @@ VISION = {
     [
         ("Exaone4_5_", "exaone4", False, MODELS["exaone4"][1]),
         ("Gemma3", "gemma3_text", True, GEMMA | {"rope_parameters": BASES}),
+        ("Gemma4", "gemma4_text", True, GEMMA4 | kinds("fsf")),
         ("Mistral3", "ministral3", True, {"head_dim": 12} | MODELS["ministral3"][1]),
         ("Qwen2_5_VL", "qwen2", False, MROPE),
         ("Qwen3VL", "qwen3", True, MROPE | {"head_dim": 12}),
@@ -228,7 +234,7 @@ def decoded(made: Engine, tokens: list[list[int]]) -> np.ndarray:
     return np.stack(steps, axis=1)
 
 
-@pytest.mark.parametrize("name", slow_except(MODELS, "gemma3"))
+@pytest.mark.parametrize("name", slow_except(MODELS, "gemma4"))
 def test_decoding_is_that_of_transformers(name, tmp_path):
     """Calibrated and skewed; the window fits one prompt whole and moves over the others."""
     family, changes = MODELS[name]

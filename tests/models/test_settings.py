@@ -118,7 +118,7 @@ SETTINGS = (
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    st.sampled_from(["default", "linear", "dynamic", "llama3", "yarn", "longrope"]),
+    st.sampled_from(["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]),
     st.dictionaries(st.sampled_from(SETTINGS), VALUES),
 )
 @example("yarn", {"factor": 4.0, "mscale": -4.0, "mscale_all_dim": 1})
@@ -152,6 +152,23 @@ def test_windows_of_configurations():
     assert found(**qwen, use_sliding_window=True, layer_types=types) == (7, (0,))
 
 
+def test_heads_of_gemma_4():
+    """The hub's files name them; transformers 5 writes those of each layer."""
+    sizes = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    base: Any = LLAMA | sizes | {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}
+    types = [f"{kind}_attention" for kind in ("full", "sliding", "sliding")]  # the last is full
+    base |= {"num_key_value_heads": 2, "head_dim": 8, "layer_types": types, "sliding_window": 7}
+    listed = {"per_layer_config": {i: {"head_dim": 16, "num_key_value_heads": 1} for i in "02"}}
+    named = {"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    config = config_from_hf(base | named)
+    assert config == config_from_hf(base | listed | {"attention_k_eq_v": True})
+    assert [config.of(i).head_dim for i in range(3)] == [16, 8, 16]
+    assert [config.of(i).num_kv_heads for i in range(3)] == [1, 2, 1]
+    assert config.full_attention_layers == [0, 2] and config.values_from_keys
+    alike = config_from_hf(base | {"global_head_dim": 8})
+    assert alike.window_shape is None and alike.of(1) is alike
+
+
 BASE = LLAMA | {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
@@ -159,6 +176,9 @@ def of(family: str, **changes) -> dict[str, Any]:
     return BASE | {"model_type": family} | changes
 
 
+GEMMA4 = of("gemma4_text", num_key_value_heads=2, sliding_window=7) | {
+    "hidden_size_per_layer_input": 0
+}
 GEMMA, OPT = of("gemma3_text", head_dim=12), of("opt", ffn_dim=56)
 LINEAR, DYNAMIC = ({"type": kind, "factor": 2.0} for kind in ("linear", "dynamic"))
 SCALED = {"type": "yarn", "factor": 4.0}
@@ -189,6 +209,14 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("without a sliding_window", EXAONE | {"sliding_window": 0}),
     ("sliding_window_pattern", EXAONE | {"sliding_window_pattern": "LGLG"}),
     ("factor", of("llama", rope_scaling={"type": "linear"})),
+    ("hidden_size_per_layer_input=256", of("gemma4_text")),
+    ("num_kv_shared_layers=2", GEMMA4 | {"num_kv_shared_layers": 2}),
+    ("mixture of experts (enable_moe_block)", GEMMA4 | {"enable_moe_block": True}),
+    ("per_layer_config", GEMMA4 | {"per_layer_config": {"0": {"head_dim": 512}}}),
+    ("per_layer_config", GEMMA4 | {"per_layer_config": {"1": {"intermediate_size": 9}}}),
+    ("one head_dim", GEMMA4 | {"global_head_dim": 256, "attention_k_eq_v": True}),
+    ("a sliding_window of all positions", GEMMA4 | {"sliding_window": 64}),
+    ("use_bidirectional_attention=all", GEMMA4 | {"use_bidirectional_attention": "all"}),
     ("num_local_experts", of("llama", num_local_experts=8)),
     ("weights in the format 'awq'", of("llama", quantization_config={"quant_method": "awq"})),
     ("weights in the format 'unknown'", of("llama", quantization_config=["fp8"])),
