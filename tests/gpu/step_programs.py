@@ -28,6 +28,7 @@ from infinigen_jax.decode.layer import Decoder
 from infinigen_jax.decode.steps import steps
 from infinigen_jax.loading.load import Ahead, Basis, Model
 from infinigen_jax.models import ModelConfig, blueprint
+from infinigen_jax.models.base import HEAD_NORMS, PRE_NORMS
 from infinigen_jax.models.rope import Rope
 from infinigen_jax.ops.span import Span
 from infinigen_jax.prefill import cudnn_attention as fused_attention
@@ -46,10 +47,16 @@ SETTINGS |= dict.fromkeys(("tie_embeddings", "attention_bias", "mlp_bias"), Fals
 CONFIG = ModelConfig(
     family="llama", num_layers=LAYERS, norm_eps=1e-5, activation="silu", rope=Rope(), **SETTINGS
 )
-# Every other layer attends to a window.
+# Every other layer attends to a window, with other heads, and the others' values are their keys.
 WINDOW = 1024
 SLIDING = dataclasses.replace(
-    CONFIG, family="ministral", sliding_window=WINDOW, sliding_layers=(1, 3, 5)
+    CONFIG,
+    family="gemma4",
+    sliding_window=WINDOW,
+    sliding_layers=(1, 3, 5),
+    window_shape=(4, 32),
+    values_from_keys=True,
+    norms=(*PRE_NORMS, *HEAD_NORMS),
 )
 POLICY = InfiniGen(budget=0.05, window=32)
 SCALES = ()  # of rows in the model's own format
@@ -102,7 +109,7 @@ def weights(weights_on: str = "device", config: ModelConfig = CONFIG) -> state.W
     architecture = blueprint(config, DTYPE)
     params = {
         "embedding": architecture.embedding_shapes,
-        "layers": [architecture.layer_shapes for _ in range(LAYERS)],
+        "layers": [architecture.of(i).layer_shapes for i in range(LAYERS)],
     }
     square = jnp.zeros((CONFIG.num_kv_heads, CONFIG.head_dim, CONFIG.head_dim), jnp.float32)
     basis = Basis(square, square)

@@ -127,7 +127,7 @@ def test_attention_of_a_prompt_by_cudnn():
 # Layer 0 is dense, 1, 3 and 5 have a window, 2 and 4 are on the host.
 WINDOWS = sp.SLIDING.sliding_layers
 ON_HOST = sp.decoder(config=sp.SLIDING).on_host
-WINDOW_BYTES = sp.HEADS * sp.WINDOW * sp.ROW
+WINDOW_BYTES = sp.BATCH * sp.WINDOW * sp.SLIDING.windowed.row_width * sp.DTYPE.itemsize
 
 
 def step(transfer: Transfer) -> Program:
