@@ -16,10 +16,11 @@ from infinigen_jax.loading.load import embedded
 
 PERMUTED = ("arcee", "granite", "llama", "mistral3", "smollm3")
 ARCHITECTURES = {
-    **{"cohere": "command-r", "gemma3_text": "gemma3", "hunyuan_v1_dense": "hunyuan-dense"},
+    **{"cohere": "command-r", "gemma3_text": "gemma3", "gemma4_text": "gemma4"},
+    "hunyuan_v1_dense": "hunyuan-dense",
     **{"ministral3": "mistral3", "olmo3": "olmo2"},
 }
-PLUS_ONE = ("gemma", "nemotron")  # stored norms are 1 more
+PLUS_ONE = ("gemma", "nemotron")  # stored norms are 1 more, except for Gemma 4
 
 
 def write_gguf(
@@ -36,7 +37,7 @@ def write_gguf(
     config = made.model.config
     name = str(ARCHITECTURES.get(config.model_type, config.model_type))
     writer = GGUFWriter(path, name)
-    write_config(writer, config)
+    write_config(writer, config.per_layer_config[-1] if name == "gemma4" else config)
     for extra, values in tensors.items():
         writer.add_tensor(extra, values)
     tokenizer = byte_level() if config.vocab_size == 1024 else {}
@@ -59,11 +60,13 @@ def write_gguf(
         if name in PERMUTED and full.split(".")[-2] in ("q_proj", "k_proj"):
             queries, keys = config.num_attention_heads, config.num_key_value_heads
             rounded = permuted(rounded, queries if "q_proj" in full else keys)
-        if name.startswith(PLUS_ONE) and full.endswith("norm.weight"):
+        if name.startswith(PLUS_ONE) and name != "gemma4" and full.endswith("norm.weight"):
             rounded = rounded + 1
         target = names.get_name(full, (".weight", ".bias"))
         assert target is not None, full
         writer.add_tensor(target, quants.quantize(rounded, stored), raw_dtype=stored)
+    if name == "gemma4":
+        write_gemma4(writer, made.model)
     written(writer)
     return path
 
@@ -120,6 +123,31 @@ def write_config(writer: GGUFWriter, config: Any) -> None:
         writer.add_attn_logit_softcapping(cap)
     if cap := getattr(config, "final_logit_softcapping", None):
         writer.add_final_logit_softcapping(cap)
+
+
+def write_gemma4(writer: GGUFWriter, model: Any) -> None:
+    """Write what differs between its two kinds of layers, and the factors of their outputs."""
+    config = model.config
+    slides = [kind == "sliding_attention" for kind in config.layer_types]
+    each = [config.per_layer_config[i] for i in range(len(slides))]
+    whole, windowed = (each[slides.index(kind)] for kind in (False, True))
+    writer.add_sliding_window_pattern(slides)
+    add_setting(writer, "gemma4.attention.head_count_kv", [x.num_key_value_heads for x in each])
+    add_setting(writer, "gemma4.attention.key_length", whole.head_dim)
+    writer.add_value_length(whole.head_dim)
+    writer.add_key_length_swa(windowed.head_dim)
+    writer.add_value_length_swa(windowed.head_dim)
+    writer.add_shared_kv_layers(0)
+    writer.add_embedding_length_per_layer_input(0)
+    add_setting(writer, "gemma4.rope.dimension_count", whole.head_dim)
+    writer.add_rope_dimension_count_swa(windowed.head_dim)
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    pairs = whole.head_dim // 2
+    turning = int(config.rope_parameters["full_attention"]["partial_rotary_factor"] * pairs)
+    factors = np.where(np.arange(pairs) < turning, 1.0, 1e30).astype(np.float32)
+    writer.add_tensor("rope_freqs.weight", factors)
+    for i, layer in enumerate(model.model.layers):
+        writer.add_tensor(f"blk.{i}.layer_output_scale.weight", layer.layer_scalar.numpy())
 
 
 def write_activations(writer: GGUFWriter, model: Any) -> None:

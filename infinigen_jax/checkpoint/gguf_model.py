@@ -43,11 +43,13 @@ SETTINGS = {
     **dict.fromkeys(("logits_scaling", "logit_scale"), "logit_scale"),
     "num_local_experts": "expert_count",
     "rope_local_base_freq": "rope.freq_base_swa",
+    "num_kv_shared_layers": "attention.shared_kv_layers",
+    "hidden_size_per_layer_input": "embedding_length_per_layer_input",
 }
 TOKENS = {"bos_token_id": "bos_token_id", "pad_token_id": "padding_token_id"}
 # llama.cpp also ends a turn at these tokens, regardless of the settings.
 END_OF_TURN = (
-    *("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>"),
+    *("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|endoftext|>"),
     *("<|end_of_text|>", "<|eom_id|>", "</s>"),
 )
 LOG_MULTIPLIER, TEMPERATURE = "rope.scaling.yarn_log_multiplier", "attention.temperature_scale"
@@ -64,6 +66,7 @@ ARCHITECTURES = {
     **{name: name for name in SAME_NAME},
     "command-r": "cohere",
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "hunyuan-dense": "hunyuan_v1_dense",
     "mistral3": "llama",  # Mistral Small; Ministral 3 has TEMPERATURE
     "qwen2vl": "qwen2",
@@ -132,8 +135,10 @@ def _names(file: GgufFile, config: ModelConfig) -> dict[str | None, str]:
         raise InputError(f"{file.path}: the gguf package does not know {name}; upgrade it")
     known = file.package.get_tensor_name_map(kinds[name], config.num_layers)
     names = [spec.name for spec in expected(blueprint(config, jnp.float32)).flat()]
+    # Names have an ending in these files, also those that have none elsewhere.
+    full = {x if x.endswith((".weight", ".bias")) else f"{x}.weight": x for x in names}
     # The table lacks the output matrix of families that always share it with the embeddings.
-    named = {known.get_name(name, (".weight", ".bias")): name for name in names}
+    named = {known.get_name(x, (".weight", ".bias")): name for x, name in full.items()}
     return {"output.weight": "lm_head.weight"} | named
 
 
@@ -178,7 +183,31 @@ def _settings(file: GgufFile) -> dict[str, Any]:
     hf |= dict.fromkeys(("attention_bias", "use_bias"), bias)
     hf["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors  # of Command R+
     hf["mlp_bias"] = "blk.0.ffn_down.bias" in file.tensors
+    if name == "gemma4":
+        return hf | _gemma4(file, hf)
     return hf | _special_settings(name, hf, data)
+
+
+def _gemma4(file: GgufFile, hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of Gemma 4, whose layers are of two kinds."""
+    data, layers = file.metadata, hf["num_hidden_layers"]
+    slides = np.asarray(data["gemma4.attention.sliding_window_pattern"], bool)[:layers]
+    heads = np.broadcast_to(np.asarray(hf["num_key_value_heads"], int), layers)
+    factors = file.read("rope_freqs.weight")  # 1, or so large that a pair does not rotate
+    whole = {"rope_type": "proportional", "rope_theta": hf["rope_theta"]}
+    whole["partial_rotary_factor"] = float(np.mean(factors == 1))
+    return {
+        "layer_types": [SLIDING if sliding else FULL for sliding in slides],
+        "num_key_value_heads": int(heads[np.flatnonzero(slides)[0]]),
+        "num_global_key_value_heads": int(heads[np.flatnonzero(~slides)[0]]),
+        "head_dim": data["gemma4.attention.key_length_swa"],
+        "global_head_dim": hf["head_dim"],
+        "attention_k_eq_v": f"blk.{np.flatnonzero(~slides)[0]}.attn_v.weight" not in file.tensors,
+        "rope_parameters": {
+            SLIDING: {"rope_type": "default", "rope_theta": hf["rope_local_base_freq"]},
+            FULL: whole,
+        },
+    }
 
 
 def _special_settings(name: str, hf: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,7 +271,7 @@ def _rope_settings(file: GgufFile, name: str) -> dict[str, Any]:
             _check_yarn(data, name, factor)
     elif kind not in (None, "none", "longrope"):
         raise UnsupportedModelError(f"rope.scaling.type {kind!r} is not supported")
-    if "rope_freqs.weight" in file.tensors:
+    if "rope_freqs.weight" in file.tensors and name != "gemma4":
         theta = data.get(f"{name}.rope.freq_base") or 10000.0
         hf["rope_scaling"] = _llama3(file.read("rope_freqs.weight"), float(theta))
     if ROPE_TENSORS[1] in file.tensors and ROPE_TENSORS[2] in file.tensors:

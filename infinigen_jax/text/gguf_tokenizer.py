@@ -1,7 +1,8 @@
 """Tokenizers of GGUF files: vocabulary, merges and special tokens are settings of the file.
 
-llama.cpp names the two kinds of tokenizers "gpt2" (byte-level BPE, with a named rule that splits
-text into words) and "llama" (SentencePiece BPE, whose merges follow from the scores of tokens).
+llama.cpp names the kinds of tokenizers "gpt2" (byte-level BPE, with a named rule that splits text
+into words), "llama" (SentencePiece BPE, whose merges follow from the scores of tokens) and "gemma4"
+(the same with merges of its own).
 """
 
 import json
@@ -80,9 +81,10 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
         for name, value in file.metadata.items()
         if name.startswith("tokenizer.ggml.")
     }
-    build = {"gpt2": _byte_level, "llama": _sentencepiece}.get(str(settings.get("model")))
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _sentencepiece}
+    build = builders.get(str(settings.get("model")))
     if build is None:
-        raise _unsupported(file, "model", ("gpt2", "llama"))
+        raise _unsupported(file, "model", builders)
     if build is _byte_level and str(settings.get("pre", "default")) not in WORDS:
         raise _unsupported(file, "pre", WORDS)
     template = file.metadata.get("tokenizer.chat_template")
@@ -154,6 +156,8 @@ def _sentencepiece(settings: dict[str, Any]) -> "tokenizers.Tokenizer":
     unknown = tokens[np.flatnonzero(kinds == UNKNOWN)[0]] if UNKNOWN in kinds else None
     vocabulary = {token: i for i, token in enumerate(tokens)}
     merges = _merges(tokens, vocabulary, scores)
+    if settings["model"] == "gemma4":
+        merges = [tuple(merge.split(" ")) for merge in settings["merges"]]
     backend = Tokenizer(
         models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )

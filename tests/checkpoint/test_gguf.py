@@ -31,6 +31,9 @@ EPSILON: dict[str, Any] = dict.fromkeys(("layer_norm_eps", "norm_eps", "norm_eps
 WINDOWS: dict[str, Any] = {"layer_types": ["full_attention", "sliding_attention"]}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 LONGROPE |= {"short_factor": [1.0, 1.25, 1.5, 2.0], "long_factor": [1.5, 2.0, 3.0, 4.0]}
+GEMMA4: dict[str, Any] = {"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1}
+GEMMA4 |= {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "sliding_window": 7}
+GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"], "final_logit_softcapping": 4.0}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -69,6 +72,8 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"head_dim": 20}),
     ("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 7}),
     ("gemma3_text", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 7}),
+    ("gemma4_text", GEMMA4),
+    ("gemma4_text", GEMMA4 | {"attention_k_eq_v": False}),
     ("phi3", {"sliding_window": 7}),
     ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}),
     ("smollm3", {"num_hidden_layers": 4}),

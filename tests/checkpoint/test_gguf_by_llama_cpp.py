@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf_files import write_gguf
+from gguf_files import SMALL, sentencepiece, write_gguf
 from test_gguf import EPSILON, FAMILIES, SIZES, tiny_gguf
 from tiny import make_tiny
 
@@ -27,6 +27,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
 }
 MODELS = [(name, CHANGES.get(name, settings)) for name, settings in dict(FAMILIES).items()]
+MERGES = ["t h", "q u", "\u2581 th", "\u2581th e", "c k", "o w", "ow n", "\u2581 \u2581"]
+GEMMA4_WORDS = {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": MERGES}
+GEMMA4_WORDS |= {"tokenizer.ggml.add_space_prefix": False}
 TEXTS = (
     "The quick  brown fox's 12345 ran,\n\n and   I'LL see—you!! \t\r\n ok... (a)b #tag x_y 3.14",
     "  two  spaces\n\nand 12345 digits, don't",
@@ -54,10 +57,14 @@ def test_the_files_are_those_that_llama_cpp_reads(family, settings, tmp_path):
         assert token["logprob"] == pytest.approx(float(expected[token["id"]]), abs=0.02)
 
 
-@pytest.mark.parametrize("pre", WORDS)
+@pytest.mark.parametrize("pre", [*WORDS, "gemma4"])
 def test_words_are_those_of_llama_cpp(pre, tmp_path):
-    made = make_tiny(tmp_path / "hf", "llama", **SIZES)
     changes: Any = {"tokenizer.ggml.pre": pre}
+    sizes: Any = SIZES
+    if pre == "gemma4":
+        changes = sentencepiece() | GEMMA4_WORDS
+        sizes = SMALL | {"vocab_size": len(changes["tokenizer.ggml.tokens"])}
+    made = make_tiny(tmp_path / "hf", "llama", **sizes)
     path = write_gguf(tmp_path / "a.gguf", made, **changes)
     server = start_server(path, "llama.cpp-f32", 1, 64, tmp_path)
     tokenizer = gguf_tokenizer(GgufFile(path))

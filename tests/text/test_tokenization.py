@@ -284,6 +284,15 @@ def test_runs_of_spaces_of_gemma_are_taken_from_the_left(tmp_path):
     assert [token for token in tokens if not token.strip()] == ["   ", "  "]
 
 
+def test_merges_of_gemma_4(tmp_path):
+    """llama.cpp's tokens are the same, see `test_gguf_by_llama_cpp`."""
+    merges = ["t h", "\u2581 th", "\u2581th e"]
+    settings = {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": merges}
+    tokenizer = tokenizer_of(tmp_path, sentencepiece() | settings, "gemma4")
+    pieces = [tokenizer.decode([token]) for token in tokenizer.encode("the the\u00e9", False)]
+    assert pieces[:3] == ["th", "e", " the"] and len(pieces) == 5  # the last is two bytes
+
+
 def test_special_tokens_of_phi_3_take_the_space_after_them(tmp_path):
     settings = with_tokens(sentencepiece(), 3, "<|user|>")
     plain, phi = (tokenizer_of(tmp_path, settings, name) for name in ("llama", "phi3"))
