@@ -297,6 +297,5 @@ def weight_bytes(model: Model) -> int:
 
 def cache_bytes(model: Model, batch: int, context: int) -> int:
     """Return the bytes of keys and values of all layers, in the model's dtype."""
-    config = model.config
-    row = batch * config.num_kv_heads * 2 * config.head_dim * model.dtype.itemsize
-    return row * context * config.num_layers
+    widths = (model.config.of(layer).row_width for layer in range(model.config.num_layers))
+    return batch * context * sum(widths) * model.dtype.itemsize

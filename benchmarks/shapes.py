@@ -138,15 +138,19 @@ def model_of(options: argparse.Namespace, positions: int) -> tuple[Model, dict[s
 
 def with_plain_matrices(model: Model) -> Model:
     """Return a model with plain matrices, in its dtype, in place of small weights."""
-    config = model.config
-    inputs = {"o": config.query_width, "down": config.intermediate_size}
 
-    def plain(name: str, part: Params) -> Params:
-        whole = in_full(part, inputs.get(name, config.hidden_size), model.dtype)
-        return {"embedding": whole["weight"]} if name == "tokens" and "codes" in part else whole
+    def in_plain(tree: Params, config: ModelConfig) -> Params:
+        inputs = {"o": config.query_width, "down": config.intermediate_size}
 
-    trees = [model.params["embedding"], *model.params["layers"]]
-    embedding, *layers = ({name: plain(name, x) for name, x in tree.items()} for tree in trees)
+        def plain(name: str, part: Params) -> Params:
+            whole = in_full(part, inputs.get(name, config.hidden_size), model.dtype)
+            return {"embedding": whole["weight"]} if name == "tokens" and "codes" in part else whole
+
+        return {name: plain(name, part) for name, part in tree.items()}
+
+    embedding = in_plain(model.params["embedding"], model.config)
+    numbered = enumerate(model.params["layers"])
+    layers = [in_plain(layer, model.config.of(i)) for i, layer in numbered]
     return dataclasses.replace(model, params={"embedding": embedding, "layers": layers})
 
 

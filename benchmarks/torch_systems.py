@@ -21,8 +21,8 @@ from benchmarks.systems import MARGIN, StepTime, System
 from infinigen_jax.checkpoint.tensor_names import TensorSpec, expected
 from infinigen_jax.loading.load import Model
 from infinigen_jax.models import Params, blueprint
+from infinigen_jax.models.base import split_layers
 from infinigen_jax.models.forward import forward
-from infinigen_jax.models.linear import split
 
 LOGITS_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}  # of the largest logit
 PROMPT = 64  # tokens of the prompt that compares the two models
@@ -113,7 +113,7 @@ def torch_model(model: Model, settings: dict[str, Any]) -> Any:
     specs = expected(blueprint(model.config, model.dtype))
     state = {}
     params = shapes.with_plain_matrices(model).params
-    layers = [split(layer, model.config.query_width) for layer in params["layers"]]
+    layers = split_layers(model.config, params["layers"])
     trees = [params["embedding"], *layers]
     for part, tree in zip([specs.embedding, *specs.layers], trees, strict=True):
         state |= {spec.name: _tensor(spec, tree) for spec in part}

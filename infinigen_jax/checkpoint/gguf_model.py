@@ -193,9 +193,12 @@ def _gemma4(file: GgufFile, hf: Mapping[str, Any]) -> dict[str, Any]:
     data, layers = file.metadata, hf["num_hidden_layers"]
     slides = np.asarray(data["gemma4.attention.sliding_window_pattern"], bool)[:layers]
     heads = np.broadcast_to(np.asarray(hf["num_key_value_heads"], int), layers)
-    factors = file.read("rope_freqs.weight")  # 1, or so large that a pair does not rotate
+    factors = file.read("rope_freqs.weight")
+    turning = int(np.sum(factors == 1))  # the others are so large that a pair does not rotate
+    if not (np.all(factors[:turning] == 1) and np.all(factors[turning:] >= 1e10)):
+        raise UnsupportedModelError("frequency factors (rope_freqs.weight) other than Gemma 4's")
     whole = {"rope_type": "proportional", "rope_theta": hf["rope_theta"]}
-    whole["partial_rotary_factor"] = float(np.mean(factors == 1))
+    whole["partial_rotary_factor"] = turning / len(factors)
     return {
         "layer_types": [SLIDING if sliding else FULL for sliding in slides],
         "num_key_value_heads": int(heads[np.flatnonzero(slides)[0]]),
@@ -204,7 +207,7 @@ def _gemma4(file: GgufFile, hf: Mapping[str, Any]) -> dict[str, Any]:
         "global_head_dim": hf["head_dim"],
         "attention_k_eq_v": f"blk.{np.flatnonzero(~slides)[0]}.attn_v.weight" not in file.tensors,
         "rope_parameters": {
-            SLIDING: {"rope_type": "default", "rope_theta": hf["rope_local_base_freq"]},
+            SLIDING: {"rope_type": "default", "rope_theta": hf.get("rope_local_base_freq", 1e4)},
             FULL: whole,
         },
     }

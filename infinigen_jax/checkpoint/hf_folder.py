@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from infinigen_jax.checkpoint.safetensors import SafetensorsFile
+from infinigen_jax.checkpoint.safetensors import DTYPES, SafetensorsFile
 from infinigen_jax.checkpoint.torch_file import TorchFile
-from infinigen_jax.errors import InputError
+from infinigen_jax.errors import InputError, UnsupportedModelError
 from infinigen_jax.files.regular import LARGEST_JSON, expanded, open_regular, read_json
 from infinigen_jax.models import ModelConfig, config_from_hf
 from infinigen_jax.models.hf import end_tokens, errors_naming, language_model
@@ -31,7 +31,9 @@ TORCH = "pytorch_model.bin"
 SCALES = (".weight_scale", ".weight_scale_inv")
 OTHER_SCALES = (
     *(".input_scale", ".activation_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale"),
+    ".input_zero_point",
 )
+FP8 = DTYPES["F8_E4M3"]
 LARGEST_SIDE_FILE = 8 * LARGEST_JSON  # bytes; tokenizers have up to 35 MB
 # Files copied to a conversion: those that transformers reads, and licences. Python code that a
 # folder may hold and unrelated files of the user are not copied.
@@ -45,7 +47,8 @@ SIDE_FILES = (
 class TensorSource(NamedTuple):
     """A tensor in a checkpoint: its name, file, shape and dtype, and functions for its data.
 
-    `read` may return a view of the mapped file; `release` drops the pages that were read.
+    `read` may return a view of the mapped file; `release` drops the pages that were read. `scaled`
+    ones are stored as a quantised matrix and a scale; `dtype` is that of their product.
     """
 
     name: str
@@ -54,6 +57,7 @@ class TensorSource(NamedTuple):
     dtype: np.dtype
     read: Callable[[], np.ndarray]
     release: Callable[[], None] = lambda: None
+    scaled: bool = False
 
 
 def checked_folder(path: str | Path) -> Path:
@@ -176,9 +180,16 @@ def _with_scales(tensors: dict[str, TensorSource]) -> dict[str, TensorSource]:
         for name in tensors
         if name.endswith(ending)
     }
-    if not scales:
-        return tensors
     plain = {n: t for n, t in tensors.items() if not n.endswith((*SCALES, *OTHER_SCALES))}
+    for name, tensor in plain.items() if scales else ():
+        if name.endswith(("weight_zero_point", "weight_g_idx")):
+            problem = "matrices with zero points or reordered columns are not supported"
+            raise UnsupportedModelError(f"{tensor.file}: {name}: {problem}")
+    for name, tensor in plain.items():
+        if tensor.dtype == FP8 and name not in scales:
+            raise InputError(
+                f"{tensor.file}: {name} is in FP8 without a scale; get the files again"
+            )
     for name, scale in scales.items():
         matrix = plain.get(name)
         if matrix is None or len(matrix.shape) != 2:
@@ -191,8 +202,11 @@ def _with_scales(tensors: dict[str, TensorSource]) -> dict[str, TensorSource]:
         if not height or not width:
             shapes = f"{scale.name} is {list(scale.shape)} for a matrix of {list(matrix.shape)}"
             raise InputError(f"{scale.file}: {shapes}; get the files again")
+        if scale.dtype.kind in "iub":  # exponents, of formats such as MXFP8
+            problem = f"scales in {scale.dtype} are not supported"
+            raise UnsupportedModelError(f"{scale.file}: {scale.name}: {problem}")
         read = functools.partial(_product, matrix, scale, parts, (height, width))
-        plain[name] = matrix._replace(dtype=np.dtype(np.float32), read=read)
+        plain[name] = matrix._replace(dtype=np.dtype(np.float32), read=read, scaled=True)
     return plain
 
 

@@ -7,10 +7,11 @@
                                  tail_keys, tail_values              [L, k, d, d]
       with skew balanced         svd_basis                           [L, k, d, d]
                                  ahead_query_basis, ahead_key_basis  [L, k, d, d]
-    infinigen_ahead.safetensors  with skew balanced, the corrected query projection of every layer
-                                 in the dtype of the weights: layers.N.kernel [e, h*d] and .bias
+    infinigen_ahead.safetensors  with skew balanced, the corrected query projections, in the dtype
+                                 of the weights: layers.N.kernel [e, h*d] and .bias
 
-Other arrays are float32. The weights are files of Hugging Face's layout. Conversions in the user's
+Next to layers without a sliding window, those with one have zeros and no projection. Other arrays
+are float32. The weights are files of Hugging Face's layout. Conversions in the user's
 cache have none: they are read from the source.
 
 `eigenvalues` are those of the mean Gram matrix of the calibration queries, in descending order.

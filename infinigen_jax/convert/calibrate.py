@@ -120,7 +120,7 @@ class Calibrator:
 
     def layer(self, params: Params) -> Moments:
         """Run the next layer, in float32; return its query and key moments."""
-        config = self._config.of(self._layers_done)
+        config, self._seen = self._config.of(self._layers_done), ()  # its memory is needed
         with jax.default_matmul_precision("highest"):  # GPUs would round products to TF32
             step = _step(config, self._source, config.window_of(self._layers_done))
             self._hidden, sums, self._seen = step(params, self._hidden, self._valid)
@@ -181,7 +181,7 @@ class Calibrator:
         guesses, self._guesses = self._guesses, ()
         guesses = guesses or (_guess(self._config, params, params["q"], self._stand_ins[0]),)
         _, _, hidden, queries, keys, values = self._seen
-        self._seen = ()  # its memory is needed
+        self._seen = ()
         with jax.default_matmul_precision("highest"):
             squares = squared_errors(
                 self._config, params, hidden, queries, guesses, keys, values, self._valid

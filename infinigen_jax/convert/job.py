@@ -24,7 +24,11 @@ from infinigen_jax.skew.basis import absorb, balanced_basis, reduced_rank_basis,
 
 @dataclasses.dataclass
 class Job:
-    """State of one conversion; `statistics` are of layers without a sliding window, so far."""
+    """State of one conversion.
+
+    `statistics` are of the `measured` layers converted so far: those without a sliding window, as
+    others keep their rows on the device and select none. If every layer has one, all are measured.
+    """
 
     architecture: Blueprint
     sources: Mapping[str, TensorSource]
@@ -37,6 +41,7 @@ class Job:
 
     def __post_init__(self):
         self.config, self.specs = self.architecture.config, expected(self.architecture)
+        self.measured = self.config.full_attention_layers or [*range(self.config.num_layers)]
 
     def write_weights(
         self, out: Path, progress: Callable[[int, int], None], whole: bool
@@ -51,8 +56,7 @@ class Job:
             weights = {spec.name: (self.dtype, spec.shape) for spec in self.specs.flat()}
             layouts[SAFETENSORS] = weights, {"format": "pt"}
         if self.skew == "balanced":
-            layers = self.config.full_attention_layers
-            shapes = [item for i in layers for item in ahead_shapes(self.config, i).items()]
+            shapes = [item for i in self.measured for item in ahead_shapes(self.config, i).items()]
             layouts[AHEAD_FILE] = {name: (self.dtype, shape) for name, shape in shapes}, None
         with contextlib.ExitStack() as stack:
             files = {
@@ -99,9 +103,9 @@ class Job:
             return writer.close()
 
     def _of_all_layers(self, values: list[np.ndarray]) -> np.ndarray:
-        """Stack values of layers without a sliding window; others have zeros."""
+        """Stack values of the measured layers; others have zeros."""
         stacked = np.zeros((self.config.num_layers, *values[0].shape), np.float32)
-        stacked[self.config.full_attention_layers] = values
+        stacked[self.measured] = values
         return stacked
 
     def _calibrator(self) -> Calibrator | None:
@@ -121,7 +125,7 @@ class Job:
     def _calibrate(self, calibrator: Calibrator | None, number: int) -> Any:
         """Run a layer, keep its statistics; return a basis to absorb or a projection to write.
 
-        None for a layer with a sliding window, which selects no rows.
+        None for a layer that is not measured.
         """
         if calibrator is None:
             return None
@@ -131,7 +135,7 @@ class Job:
             seen = calibrator.layer(params)
         except InputError as error:
             raise InputError(f"{self.sources[specs[0].name].file}: {error}") from None
-        if number not in self.config.full_attention_layers:
+        if number not in self.measured:
             return None
         balanced = self.skew == "balanced"
         projection, guess = calibrator.ahead(params) if balanced else (None, None)

@@ -83,8 +83,8 @@ def convert(
 
     Args:
         source: folder with config.json, safetensors or pytorch_model.bin, and a tokenizer; or
-            `org/name` or `org/name/FILE.gguf` on the hub; or a GGUF file. Quantised weights are
-            written as float32 unless `dtype` is given.
+            `org/name` or `org/name/FILE.gguf` on the hub; or a GGUF file, whose quantised weights
+            are written as float32 unless `dtype` is given.
         destination: folder to create.
         calibration: UTF-8 text file, or token ids; by default the text in this package. At most
             2048 tokens are used.
@@ -116,8 +116,6 @@ def convert(
         raise ParameterError("calibration", "without `skew` nothing is calibrated; leave it out")
     folder = checked_source(fetched(source, revision))
     hf, config = read_config(folder)
-    if not config.full_attention_layers:  # no layer selects rows
-        skew, speculate_from = "none", "input"
     target = _check_destination(folder, Path(destination), force)
     architecture = blueprint(config, jnp.float32)
     sources = match(open_tensors(folder), architecture, folder)
@@ -146,7 +144,8 @@ def convert(
         job = Job(architecture, sources, stored, skew, speculate_from, tokens, absorbs)
         files = job.write_weights(out, progress, whole)
         files[SKEW_FILE] = job.write_skew(out)
-        write_text(out / "config.json", json.dumps(_converted_config(hf, stored), indent=2) + "\n")
+        settings = _converted_config(hf, stored, whole)
+        write_text(out / "config.json", json.dumps(settings, indent=2) + "\n")
         _write_unchanged(out, copied, linked)
         read = {name: file_record(file) for name, file in content_files(folder).items()}
         if _states(folder) != before:
@@ -275,27 +274,32 @@ def _unchanged_files(
     """Return the weight files that a conversion can use as they are; none if it changes weights."""
     wanted = DTYPES if dtype is None else (dtype,)
     for tensor in sources.values():
-        if tensor.file.suffix != ".safetensors" or tensor.dtype.name not in wanted:
+        changes = tensor.scaled and dtype is not None
+        if changes or tensor.file.suffix != ".safetensors" or tensor.dtype.name not in wanted:
             return []
     return weight_files(source)
 
 
 def _weight_dtype(dtype: str | None, sources: Mapping[str, TensorSource]) -> np.dtype:
-    """Return the requested dtype, or the one that most stored elements have."""
+    """Return the requested dtype, or the one that most stored elements without scales have."""
     if dtype is not None:
         if dtype not in DTYPES:
             raise ParameterError("dtype", f"use {listed(DTYPES)}", dtype)
         return np.dtype(dtype)
     sizes: collections.Counter[np.dtype] = collections.Counter()
     for tensor in sources.values():
-        sizes[tensor.dtype] += math.prod(tensor.shape)
+        sizes[tensor.dtype] += 0 if tensor.scaled else math.prod(tensor.shape)
     most = sizes.most_common(1)[0][0]
     return most if most.name in DTYPES else np.dtype(np.float32)
 
 
-def _converted_config(hf: Mapping[str, Any], dtype: np.dtype) -> dict[str, Any]:
-    """Return config.json of the converted folder: the source's, with the dtype, without paths."""
-    config = {name: value for name, value in hf.items() if name not in PATHS}
+def _converted_config(hf: Mapping[str, Any], dtype: np.dtype, whole: bool) -> dict[str, Any]:
+    """Return config.json of the converted folder: the source's, with the dtype, without paths.
+
+    `whole` states that the folder has weights of its own, which are not quantised.
+    """
+    left_out = (*PATHS, "quantization_config") if whole else PATHS
+    config = {name: value for name, value in hf.items() if name not in left_out}
     if "torch_dtype" in config:  # name before transformers 5
         config["torch_dtype"] = dtype.name
     return config | {"dtype": dtype.name}

@@ -68,8 +68,7 @@ class Layout:
     @functools.cached_property
     def on_host(self) -> tuple[int, ...]:
         """Layers that keep their cache on the host, by their number in the model."""
-        layers = range(self.dense_layers, self.config.num_layers)
-        return tuple(i for i in layers if self.config.window_of(i) is None)
+        return tuple(i for i in self.config.full_attention_layers if i >= self.dense_layers)
 
     @property
     def host_layers(self) -> int:

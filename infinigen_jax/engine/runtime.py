@@ -1,6 +1,7 @@
 """A model with its settings, decoder and placed weights, shared by all parts of the engine."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -77,7 +78,8 @@ def make_runtime(model: Model, settings: EngineSettings, mesh: Mesh | None = Non
     if not isinstance(model, Model):
         raise InputError(f"model: {type(model).__name__} is not a model; give the result of `load`")
     row_format(settings.rows, model.dtype, model.config.head_dim)
-    mesh = checked_mesh(mesh, model.config.num_kv_heads)
+    config = model.config
+    mesh = checked_mesh(mesh, math.gcd(config.num_kv_heads, config.windowed.num_kv_heads))
     transfer = make_transfer(settings.transfer)
     if settings.schedule == "auto":
         layerwise = transfer.in_place and model.config.num_layers > FUSED_LAYERS

@@ -72,7 +72,8 @@ class Model:
             matrices may be in a form of `models.small_weights`. On a CPU, "qkv" in place of "q" and
             "kv"; `models.linear.split` inverts it.
         bases: one per layer, applied to rotated queries and keys; None where the leading columns of
-            the keys already are the partial keys (absorbed) or nothing was skewed.
+            the keys already are the partial keys (absorbed) or nothing was skewed. Layers with a
+            sliding window select no rows: here and in the fields below, they have None or zeros.
         skew: "svd", "balanced" or "none".
         key_mean: [L, k, d] float32, mean calibration key of each KV head in the coordinates of
             the cached keys; None with skew "none".

@@ -48,7 +48,7 @@ def check_room(folder: Path, architecture: Blueprint, weights: str) -> int | Non
     if small_dtype(architecture.layer_shapes) is not None:  # weights are read before they are small
         whole = blueprint(architecture.config, architecture.dtype)
         largest = max(map(tree_bytes, whole.embedding_shapes.values()))
-        needed = max(needed + tree_bytes(whole.layer_shapes), embedding + largest)
+        needed = max(needed + _largest_layer(whole), embedding + largest)
     available = available_device_bytes(device)
     check("memory", needed, available)
     return None if available is None else available - needed
@@ -56,5 +56,12 @@ def check_room(folder: Path, architecture: Blueprint, weights: str) -> int | Non
 
 def readers(architecture: Blueprint, room: int | None) -> int:
     """Return how many layers to read at a time; each takes twice its size for a while."""
-    layer = 2 * tree_bytes(architecture.layer_shapes)
+    layer = 2 * _largest_layer(architecture)
     return READERS if room is None else max(1, min(READERS, room // layer))
+
+
+def _largest_layer(architecture: Blueprint) -> int:
+    """Return the bytes of a model's largest layer."""
+    config = architecture.config
+    kinds = {config.of(layer): layer for layer in range(config.num_layers)}
+    return max(tree_bytes(architecture.of(layer).layer_shapes) for layer in kinds.values())

@@ -67,7 +67,8 @@ class ModelConfig:
         layer_norms, norm_biases: whether norms are of the kind LayerNorm rather than RMSNorm, and
             whether these have biases.
         window_shape: KV heads and head size of layers with a sliding window, if another head size
-            than that of the others. `of` has the configuration of such a layer.
+            than that of the others, which the sizes of the norms "k_norm" then tell apart. `of` has
+            the configuration of such a layer.
         values_from_keys: whether values are the projected keys before their norm, in layers without
             a sliding window.
         value_norms: whether values have a norm, without a scale.
@@ -296,8 +297,8 @@ def random_params(config: ModelConfig, dtype: Any) -> Params:
 
     def fill(path: Any, leaf: jax.ShapeDtypeStruct, key: jax.Array) -> Array:
         name = path[-1].key
-        if name in ("scale", "bias"):
-            return jnp.full(leaf.shape, 1 if name == "scale" else 0, leaf.dtype)
+        if name in ("scale", "bias", "factor"):
+            return jnp.full(leaf.shape, 0 if name == "bias" else 1, leaf.dtype)
         if name == "embedding":
             x = jax.random.normal(key, leaf.shape, jnp.float32) * 0.02
         else:

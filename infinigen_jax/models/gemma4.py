@@ -24,20 +24,24 @@ DEFAULTS = {
     "head_dim": 256,
     "global_head_dim": 512,
     "hidden_activation": "gelu_pytorch_tanh",
-    "max_position_embeddings": 131_072,
-    "rope_parameters": {
-        SLIDING: {"rope_type": "default", "rope_theta": 1e4},
-        FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
-    },
     "tie_word_embeddings": True,
     "bos_token_id": 2,
     "eos_token_id": 1,
+}
+ROPES = {
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
 }
 
 
 def config_from_hf(hf: HFConfig) -> ModelConfig:
     unified = str(hf["model_type"]).startswith("gemma4_unified")
-    hf = {"sliding_window": 1024 if unified else 512} | hf
+    sizes = {"sliding_window": 1024, "max_position_embeddings": 262_144}
+    if not unified:
+        sizes = {"sliding_window": 512, "max_position_embeddings": 131_072}
+    hf = sizes | hf
+    ropes = hf.get("rope_parameters") or ROPES
+    refuse_unless(ropes.keys() >= ROPES.keys(), "one rope for all layers of a gemma4 model")
     embedded = hf.get("hidden_size_per_layer_input", 0 if unified else 256)
     refuse_unless(not embedded, f"hidden_size_per_layer_input={embedded}: embeddings by layer")
     shared = hf.get("num_kv_shared_layers")
@@ -56,6 +60,7 @@ def config_from_hf(hf: HFConfig) -> ModelConfig:
         refuse_unless(window_shape[1] != hf["head_dim"], "one head_dim with other differences")
         divides = positive(hf, "num_attention_heads") % window_shape[0] == 0
         refuse_unless(divides, f"num_key_value_heads {window_shape[0]}")
+        refuse_unless(window_shape[1] % 2 == 0, f"an odd head size ({window_shape[1]})")
         short = positive(hf, "sliding_window") < positive(hf, "max_position_embeddings")
         refuse_unless(short, "a sliding_window of all positions")
     return relative_from_hf(
@@ -69,7 +74,7 @@ def config_from_hf(hf: HFConfig) -> ModelConfig:
         values_from_keys=from_keys,
         value_norms=True,
         layer_factors=True,
-        **ropes_by_kind(hf, types, hf["rope_parameters"], 1e4),
+        **ropes_by_kind(hf, types, ropes, 1e4),
         max_positions=positive(hf, "max_position_embeddings"),
     )
 

@@ -32,7 +32,7 @@ UNSUPPORTED = (
 )
 BIASES = ("attention_bias", "mlp_bias")
 # Formats of quantised matrices (FP8, int8) that are stored with scales.
-SCALED = ("fp8", "FP8", "fbgemm_fp8", "float-quantized", "int-quantized", "naive-quantized")
+SCALED = ("fp8", "fbgemm_fp8", "float-quantized", "int-quantized", "naive-quantized")
 MOST_LAYERS = 10_000  # bounds the lists with an entry per layer
 LARGEST = (1 << 31) - 1  # bounds all other sizes, which index arrays
 
@@ -215,11 +215,19 @@ def _check_quantisation(settings: Any) -> None:
     """Refuse quantised weights that `checkpoint.hf_folder` does not multiply by their scales."""
     names = ("format", "quant_algo", "quant_method") if isinstance(settings, dict) else ()
     kind = next((settings[name] for name in names if name in settings), "unknown")
-    if settings and kind not in SCALED:
+    if settings and str(kind).lower() not in SCALED:
         raise UnsupportedModelError(
             f"config.json: quantization_config: weights in the format {kind!r} are not supported; "
             f"use weights that are not quantised, in {listed(SCALED)}, or a .gguf file"
         )
+    blocks = [settings.get("weight_block_size")] if settings else []
+    for group in (settings.get("config_groups") or {}).values() if settings else ():
+        weights = group.get("weights") or {}
+        blocks += [weights.get("block_structure"), [weights.get("group_size") or 1]]
+    for size in (size for block in blocks for size in block or ()):
+        # `hf_folder` derives the size from the shapes of matrix and scale.
+        power_of_two = size < 1 or size & (size - 1) == 0
+        refuse_unless(power_of_two, f"quantization_config: blocks of {size}")
 
 
 def end_tokens(hf: HFConfig, vocabulary: int) -> tuple[int, ...]:

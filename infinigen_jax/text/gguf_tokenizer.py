@@ -155,9 +155,10 @@ def _sentencepiece(settings: dict[str, Any]) -> "tokenizers.Tokenizer":
     kinds = np.asarray(settings.get("token_type", ()))
     unknown = tokens[np.flatnonzero(kinds == UNKNOWN)[0]] if UNKNOWN in kinds else None
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    merges = _merges(tokens, vocabulary, scores)
     if settings["model"] == "gemma4":
         merges = [tuple(merge.split(" ")) for merge in settings["merges"]]
+    else:
+        merges = _merges(tokens, vocabulary, scores)
     backend = Tokenizer(
         models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )

@@ -84,16 +84,30 @@ def test_quantised_matrices_are_multiplied_by_their_scales(
     save_torch_file(tensors, made.folder / "model.safetensors")
     hf = json.loads((made.folder / "config.json").read_text())
     (made.folder / "config.json").write_text(json.dumps(hf | {"quantization_config": settings}))
-    convert(made.folder, tmp_path / "converted", skew="none")
+    weights = made.folder / "model.safetensors"
+    linked = convert(made.folder, tmp_path / "linked", skew="none")
+    assert (linked / weights.name).samefile(weights)
+    whole = convert(made.folder, tmp_path / "whole", skew="none", dtype="float32")
+    assert "quantization_config" not in json.loads((whole / "config.json").read_text())
+    assert {x.dtype.name for x in load_file(whole / weights.name).values()} == {"float32"}
     made.model.load_state_dict(values, strict=False)
     tokens = np.arange(6)[None]
-    logits = logits_of(load(tmp_path / "converted"), tokens)
-    np.testing.assert_allclose(logits, made.logits(tokens), atol=2e-5)
-    weights = made.folder / "model.safetensors"
+    for folder in (linked, whole):
+        logits = logits_of(load(folder), tokens)
+        np.testing.assert_allclose(logits, made.logits(tokens), atol=2e-5)
     save_torch_file(tensors | {f"{name}_scale{ending}": torch.ones(7, 1)}, weights)
     refused(made.folder, r"_scale.* is \[7, 1\] for a matrix of \[", weights)
     save_torch_file(tensors | {"model.norm.weight_scale": torch.ones(())}, weights)
     refused(made.folder, "model.norm.weight_scale without a matrix", weights)
+    exponents = torch.zeros(parts, dtype=torch.uint8)
+    save_torch_file(tensors | {f"{name}_scale{ending}": exponents}, weights)
+    refused(made.folder, "scales in uint8 are not supported", weights)
+    save_torch_file(tensors | {f"{name}_zero_point": exponents}, weights)
+    refused(made.folder, "_zero_point: matrices with zero points", weights)
+    tensors.pop(f"{name}_scale{ending}")
+    save_torch_file(tensors, weights)
+    no_scale = "not floating point" if dtype == torch.int8 else "in FP8 without a scale"
+    refused(made.folder, no_scale, made.folder if dtype == torch.int8 else weights)
 
 
 @pytest.mark.parametrize("prefix", ["", "decoder.", "model.decoder."])

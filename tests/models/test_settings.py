@@ -165,6 +165,7 @@ def test_heads_of_gemma_4():
     assert [config.of(i).head_dim for i in range(3)] == [16, 8, 16]
     assert [config.of(i).num_kv_heads for i in range(3)] == [1, 2, 1]
     assert config.full_attention_layers == [0, 2] and config.values_from_keys
+    assert config_from_hf(base | named | {"rope_parameters": None}) == config
     alike = config_from_hf(base | {"global_head_dim": 8})
     assert alike.window_shape is None and alike.of(1) is alike
 
@@ -187,6 +188,8 @@ FACTORS = {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}
 ALPHA = {"type": "dynamic", "factor": 1.0, "alpha": 50.0}
 EXAONE = of("exaone4", num_key_value_heads=2)
 TWICE = "rope_scaling that contradicts rope_parameters"
+FP8: dict[str, Any] = {"quant_method": "fp8"}
+GROUPS = {"format": "int-quantized", "config_groups": {"a": {"weights": {"group_size": 48}}}}
 GROWTH = "llama_4_scaling_beta"
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
@@ -216,9 +219,13 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("per_layer_config", GEMMA4 | {"per_layer_config": {"1": {"intermediate_size": 9}}}),
     ("one head_dim", GEMMA4 | {"global_head_dim": 256, "attention_k_eq_v": True}),
     ("a sliding_window of all positions", GEMMA4 | {"sliding_window": 64}),
+    ("an odd head size (7)", GEMMA4 | {"head_dim": 7}),
+    ("one rope for all layers", GEMMA4 | {"rope_parameters": {"rope_theta": 1e6}}),
     ("use_bidirectional_attention=all", GEMMA4 | {"use_bidirectional_attention": "all"}),
     ("num_local_experts", of("llama", num_local_experts=8)),
     ("weights in the format 'awq'", of("llama", quantization_config={"quant_method": "awq"})),
+    ("blocks of 96", of("llama", quantization_config=FP8 | {"weight_block_size": [96, 96]})),
+    ("blocks of 48", of("llama", quantization_config=GROUPS)),
     ("weights in the format 'unknown'", of("llama", quantization_config=["fp8"])),
     ("sliding_window", of("llama", sliding_window=4096)),
     ("sliding_window", of("olmo2", sliding_window=4096)),
