@@ -158,15 +158,8 @@ SIZES: Titled = [
         ("4,096 tokens", 0.02, "budgets-{text}-4096"),
         ("4,096 tokens", 0.05, "policies-{text}-4096"),
         ("4,096 tokens", 0.1, "budgets-{text}-4096"),
-        ("8,192 tokens, 32 recent", 0.05, "length-{text}-8192"),
-        ("8,192 tokens, 32 recent", 0.1, "length-{text}-8192"),
-    )
-]
-# Policies of 8,192 tokens, and the result that has each.
-LONG: Titled = [
-    (title, {**spec, "result": f"real-model/{result}-{{text}}-8192"})
-    for (title, spec), result in zip(
-        REAL_OWN, ("length", "others", "others", "baselines", "others", "others"), strict=True
+        ("8,192 tokens", 0.05, "policies-{text}-8192"),
+        ("8,192 tokens", 0.1, "policies-{text}-8192"),
     )
 ]
 SHOWN = {
@@ -273,8 +266,11 @@ TABLES: Mapping[str, Any] = {  # rows, columns and corner, arguments of `result_
         ),
     ),
     "real long": (
-        [*LONG, *real_paper(8192)],
-        by_text("", "above", "divergence", budget=0.05),
+        [*REAL, *real_paper(8192)],
+        [
+            *by_text("policies-{text}-8192", "above", "divergence", budget=0.05),
+            *shown("policies-wiki-8192", "fetched", text="wiki", budget=0.05),
+        ],
     ),
     "real gemma": (REAL, shown("policies-gemma-8192", *BASIC)),
     "real lookups": (
