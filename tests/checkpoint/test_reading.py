@@ -62,9 +62,10 @@ def test_every_format_gives_the_same_weights(form, tiny, tmp_path):
     [
         ((128, 128), torch.float8_e4m3fn, "_inv", {"quant_method": "fp8"}),
         ((1, 512), torch.float8_e4m3fn, "", {"quant_method": "fbgemm_fp8"}),
+        ((512, 512), torch.float8_e4m3fn, "", {"quant_method": "modelopt", "quant_algo": "FP8"}),
         ((512, 512), torch.int8, "", {"quant_method": "compressed", "format": "int-quantized"}),
     ],
-    ids=["blocks", "rows", "whole"],
+    ids=["blocks", "rows", "whole", "int8"],
 )
 def test_quantised_matrices_are_multiplied_by_their_scales(
     block, dtype, ending, settings, tiny, tmp_path
