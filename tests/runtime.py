@@ -43,7 +43,7 @@ HF: dict[str, dict[str, Any]] = {
         **{"model_type": "gemma4_text", "num_key_value_heads": 2, "num_hidden_layers": 3},
         **{"layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "full")]},
         **{"sliding_window": 9, "head_dim": 8, "hidden_size_per_layer_input": 0},
-        **{"global_head_dim": 12, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        **{"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
     },
 }
 # One layer on the device, which speculates for one on the host; or two on the host.

@@ -196,7 +196,8 @@ def _gemma4(file: GgufFile, hf: Mapping[str, Any]) -> dict[str, Any]:
     factors = file.read("rope_freqs.weight")
     turning = int(np.sum(factors == 1))  # the others are so large that a pair does not rotate
     if not (np.all(factors[:turning] == 1) and np.all(factors[turning:] >= 1e10)):
-        raise UnsupportedModelError("frequency factors (rope_freqs.weight) other than Gemma 4's")
+        problem = "other than Gemma 4's are not supported"
+        raise UnsupportedModelError(f"frequency factors (rope_freqs.weight) {problem}")
     whole = {"rope_type": "proportional", "rope_theta": hf["rope_theta"]}
     whole["partial_rotary_factor"] = turning / len(factors)
     return {

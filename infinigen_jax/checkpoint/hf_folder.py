@@ -181,11 +181,10 @@ def _with_scales(tensors: dict[str, TensorSource]) -> dict[str, TensorSource]:
         if name.endswith(ending)
     }
     plain = {n: t for n, t in tensors.items() if not n.endswith((*SCALES, *OTHER_SCALES))}
-    for name, tensor in plain.items() if scales else ():
-        if name.endswith(("weight_zero_point", "weight_g_idx")):
+    for name, tensor in plain.items():
+        if scales and name.endswith(("weight_zero_point", "weight_g_idx")):
             problem = "matrices with zero points or reordered columns are not supported"
             raise UnsupportedModelError(f"{tensor.file}: {name}: {problem}")
-    for name, tensor in plain.items():
         if tensor.dtype == FP8 and name not in scales:
             raise InputError(
                 f"{tensor.file}: {name} is in FP8 without a scale; get the files again"
