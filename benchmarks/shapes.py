@@ -239,6 +239,6 @@ def _calibrated(
         matrix = jnp.asarray(svd_basis(moments)[0], jnp.float32)
         bases.append(Basis(matrix, matrix))
         losses.append(calibrator.loss(layer))
-        blocks.append(calibrator.blocks)
+        blocks.append(calibrator.extend_to_all_positions(calibrator.blocks, layer))
     keys, values = (np.stack(each).astype(np.float32) for each in zip(*blocks, strict=True))
     return tuple(bases), np.stack(losses), (keys, values)

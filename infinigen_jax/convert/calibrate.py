@@ -94,7 +94,7 @@ class Calibrator:
     """Propagation of a text's hidden states from layer to layer.
 
     The next layer's query is computed from `speculate_from`, one of `settings.policy.SOURCES`.
-    `blocks` has the block moments of the layer that `layer` ran last, extended to all positions.
+    `blocks` has the block moments of the layer that `layer` ran last.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Calibrator:
                 "are not finite; get them again"
             )
         query_gram, key_gram, key_mean, *blocks = means
-        self.blocks: BlockMoments = self.extend_to_all_positions(BlockMoments(*blocks), params)
+        self.blocks = BlockMoments(*blocks)
         return Moments(query_gram / config.group_size, key_gram, key_mean)
 
     def ahead(self, params: Params) -> tuple[Params, GuessMoments]:

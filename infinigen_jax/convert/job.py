@@ -139,7 +139,8 @@ class Job:
             return None
         balanced = self.skew == "balanced"
         projection, guess = calibrator.ahead(params) if balanced else (None, None)
-        losses, blocks = calibrator.loss(params), calibrator.blocks
+        losses = calibrator.loss(params)
+        blocks = calibrator.extend_to_all_positions(calibrator.blocks, params)
         basis, energies = svd_basis(seen)
         seen = calibrator.extend_to_all_positions(seen, params)
         found = {

@@ -212,7 +212,10 @@ class Blueprint(NamedTuple):
 
     def of(self, layer: int) -> "Blueprint":
         """Return the blueprint of a layer."""
-        return self._with(self.config.of(layer))
+        config = self.config.of(layer)
+        if config is self.config:
+            return self
+        return blueprint(config, self.dtype, *small_form(self.layer_shapes))
 
     def layer(self, params: Params) -> "Layer":
         """Return the module of a layer; `params` are packed or not, in full or in small weights."""
@@ -220,7 +223,7 @@ class Blueprint(NamedTuple):
         # The only trace of a layer's kind in its parameters.
         if config.window_shape and params["k_norm"]["scale"].shape[-1] != config.head_dim:
             config = config.windowed
-        graph = self._with(config).fitted(params).layer_graph
+        graph = blueprint(config, self.dtype, *small_form(params)).layer_graph
         module: Any = nnx.merge(graph, split(params, config.query_width))
         if "qkv" in params:
             module.q = part_of(params["qkv"], 0, config.query_width)
@@ -241,18 +244,8 @@ class Blueprint(NamedTuple):
         return params | {"rotation": rotation(rope, config.head_dim)}
 
     def embedding(self, params: Params) -> "Embedding":
-        return nnx.merge(self.fitted(params).embedding_graph, params)
-
-    def fitted(self, params: Params) -> "Blueprint":
-        """Return the blueprint of modules with weights of these parameters' form."""
-        small, wide = small_form(params)
-        return self if small is None else blueprint(self.config, self.dtype, small, wide)
-
-    def _with(self, config: ModelConfig) -> "Blueprint":
-        """Return the blueprint of another configuration, with weights of the same form."""
-        if config is self.config:
-            return self
-        return blueprint(config, self.dtype, *small_form(self.layer_shapes))
+        fitting = blueprint(self.config, self.dtype, *small_form(params))
+        return nnx.merge(fitting.embedding_graph, params)
 
 
 @functools.cache

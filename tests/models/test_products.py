@@ -103,7 +103,7 @@ def test_a_layer_of_either_form_is_the_same(name: str):
     joined = join(params)
     width = config.query_width
     assert "q" not in joined
-    assert len(joined["qkv"]["weight"]) == width + 2 * config.num_kv_heads * config.head_dim
+    assert len(joined["qkv"]["weight"]) == width + config.row_width
     assert join(joined) is joined and split(params, width) is params
     jax.tree.map(np.testing.assert_array_equal, split(joined, width), params)
     architecture = blueprint(config, model.dtype)
