@@ -41,15 +41,18 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     texts["python"] = options.out / "python-source.txt"
     chosen: dict[str, str] = {}  # with names of files in braces
 
-    def score(name: str, length: int, asked: str, *of: str, scored: int = SCORED) -> None:
+    def score(
+        name: str, length: int, asked: str, *of: str, scored: int = SCORED, times: int = 1
+    ) -> None:
         for text in of or texts:
             chosen[f"{name}-{text}-{length}"] = (
                 f"infinigen_jax.evaluate perplexity --text {{{text}}} --window {length} "
-                f"--windows {options.windows} --context {length - scored} --budget {asked}"
+                f"--windows {times * options.windows} --context {length - scored} --budget {asked}"
             )
 
     score("policies", 4096, f"0.05 --policy {ALL}")
     score("budgets", 4096, f"0.02 0.1 --policy {POLICIES} previous-query")
+    score("windows", 4096, "0.05 0.1 --policy full infinigen", times=4)
     score("policies", 8192, f"0.05 --policy {ALL} infinigen:budget=0.1")
     score("paper", 4096, f"0.2 --policy full {PAPER}")
     score("paper", 8192, f"0.2 --policy full {PAPER}")
