@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from infinigen_jax.checkpoint.gguf_file import GgufFile
-from infinigen_jax.checkpoint.hf_folder import TensorSource
 from infinigen_jax.checkpoint.tensor_names import expected
+from infinigen_jax.checkpoint.tensor_source import TensorSource
 from infinigen_jax.errors import InputError, UnsupportedModelError
 from infinigen_jax.models import ModelConfig, blueprint, config_from_hf
 from infinigen_jax.models.hf import FULL, LLAMA3, SLIDING, errors_naming

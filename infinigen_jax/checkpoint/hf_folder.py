@@ -2,23 +2,22 @@
 
 Weights may be `model.safetensors` or `pytorch_model.bin`, each single or sharded with an index.
 Nothing is loaded on opening: a `TensorSource` knows its shape and dtype and reads on request.
-Quantised matrices (FP8, int8) are multiplied by their scales as they are read.
+`quantised` computes quantised matrices as they are read.
 """
 
 import contextlib
 import dataclasses
 import functools
-import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from infinigen_jax.checkpoint.safetensors import DTYPES, SafetensorsFile
+from infinigen_jax.checkpoint.quantised import dequantised
+from infinigen_jax.checkpoint.safetensors import SafetensorsFile
+from infinigen_jax.checkpoint.tensor_source import TensorSource
 from infinigen_jax.checkpoint.torch_file import TorchFile
-from infinigen_jax.errors import InputError, UnsupportedModelError
+from infinigen_jax.errors import InputError
 from infinigen_jax.files.regular import LARGEST_JSON, expanded, open_regular, read_json
 from infinigen_jax.models import ModelConfig, config_from_hf
 from infinigen_jax.models.hf import end_tokens, errors_naming, language_model
@@ -27,13 +26,6 @@ from infinigen_jax.numeric import listed
 EMBEDDED = ("books-llama", "tiny-llama", "tiny-opt")  # models in this package, by name
 SAFETENSORS = "model.safetensors"
 TORCH = "pytorch_model.bin"
-# Endings of the names of scales: of a quantised matrix, and of what this package does not quantise.
-SCALES = (".weight_scale", ".weight_scale_inv")
-OTHER_SCALES = (
-    *(".input_scale", ".activation_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale"),
-    ".input_zero_point",
-)
-FP8 = DTYPES["F8_E4M3"]
 LARGEST_SIDE_FILE = 8 * LARGEST_JSON  # bytes; tokenizers have up to 35 MB
 # Files copied to a conversion: those that transformers reads, and licences. Python code that a
 # folder may hold and unrelated files of the user are not copied.
@@ -42,22 +34,6 @@ SIDE_FILES = (
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
     *("chat_template.jinja", "chat_template.json", "LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
-
-
-class TensorSource(NamedTuple):
-    """A tensor in a checkpoint: its name, file, shape and dtype, and functions for its data.
-
-    `read` may return a view of the mapped file; `release` drops the pages that were read. `scaled`
-    ones are stored as a quantised matrix and a scale; `dtype` is that of their product.
-    """
-
-    name: str
-    file: Path
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    read: Callable[[], np.ndarray]
-    release: Callable[[], None] = lambda: None
-    scaled: bool = False
 
 
 def checked_folder(path: str | Path) -> Path:
@@ -153,7 +129,7 @@ def open_files(paths: Iterable[Path]) -> dict[str, TensorSource]:
                 raise InputError(f"{path}: two files have {name}; get them again")
             read, drop = functools.partial(file.read, name), functools.partial(release, name)
             tensors[name] = TensorSource(name, path, tensor.shape, tensor.dtype, read, drop)
-    return _with_scales(tensors)
+    return dequantised(tensors)
 
 
 def shard_names(index: Path) -> list[str]:
@@ -167,57 +143,6 @@ def shard_names(index: Path) -> list[str]:
         if not named or not shard.endswith(f".{kind}"):
             raise InputError(f"{index}: {shard!r} is not a file name in this folder, with .{kind}")
     return sorted(set(weight_map.values()))
-
-
-def _with_scales(tensors: dict[str, TensorSource]) -> dict[str, TensorSource]:
-    """Replace quantised matrices and their scales by the float32 matrices that they stand for.
-
-    A scale is one number, one per row, or one per block, whose height and width are powers of two.
-    """
-    scales = {
-        f"{name.removesuffix(ending)}.weight": tensors[name]
-        for ending in SCALES
-        for name in tensors
-        if name.endswith(ending)
-    }
-    plain = {n: t for n, t in tensors.items() if not n.endswith((*SCALES, *OTHER_SCALES))}
-    for name, tensor in plain.items():
-        if scales and name.endswith(("weight_zero_point", "weight_g_idx")):
-            problem = "matrices with zero points or reordered columns are not supported"
-            raise UnsupportedModelError(f"{tensor.file}: {name}: {problem}")
-        if tensor.dtype == FP8 and name not in scales:
-            raise InputError(
-                f"{tensor.file}: {name} is in FP8 without a scale; get the files again"
-            )
-    for name, scale in scales.items():
-        matrix = plain.get(name)
-        if matrix is None or len(matrix.shape) != 2:
-            raise InputError(f"{scale.file}: {scale.name} without a matrix; get the files again")
-        parts = (scale.shape[0] if scale.shape else 1, math.prod(scale.shape[1:]))
-        height, width = (
-            next((1 << i for i in range(32) if -(-size >> i) == part), 0)
-            for size, part in zip(matrix.shape, parts, strict=True)
-        )
-        if not height or not width:
-            shapes = f"{scale.name} is {list(scale.shape)} for a matrix of {list(matrix.shape)}"
-            raise InputError(f"{scale.file}: {shapes}; get the files again")
-        if scale.dtype.kind in "iub":  # exponents, of formats such as MXFP8
-            problem = f"scales in {scale.dtype} are not supported"
-            raise UnsupportedModelError(f"{scale.file}: {scale.name}: {problem}")
-        read = functools.partial(_product, matrix, scale, parts, (height, width))
-        plain[name] = matrix._replace(dtype=np.dtype(np.float32), read=read, scaled=True)
-    return plain
-
-
-def _product(
-    matrix: TensorSource, scale: TensorSource, parts: tuple[int, int], block: tuple[int, int]
-) -> np.ndarray:
-    """Return a matrix times its scale, which has a number for each block."""
-    values, (height, width) = matrix.read().astype(np.float32), block
-    scales = scale.read().astype(np.float32).reshape(parts)
-    for row, factors in zip(range(0, len(values), height), scales, strict=True):
-        values[row : row + height] *= np.repeat(factors, width)[: values.shape[1]]
-    return values
 
 
 def _why_no_weights(folder: Path) -> str:

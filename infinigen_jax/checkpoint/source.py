@@ -1,13 +1,15 @@
 """Sources of a conversion: a Hugging Face folder or a GGUF file."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from infinigen_jax.checkpoint import gguf_model, hf_folder
 from infinigen_jax.checkpoint.gguf_file import GgufFile
-from infinigen_jax.checkpoint.hf_folder import TensorSource
 from infinigen_jax.checkpoint.manifest import MANIFEST_FILE
-from infinigen_jax.checkpoint.tensor_names import expected
+from infinigen_jax.checkpoint.tensor_names import expected, match
+from infinigen_jax.checkpoint.tensor_source import TensorSource
+from infinigen_jax.errors import InputError
 from infinigen_jax.files.regular import expanded, read_json
 from infinigen_jax.models import Blueprint, ModelConfig
 
@@ -36,19 +38,31 @@ def open_tensors(source: Path) -> dict[str, TensorSource]:
 
 
 def wide_matrices(source: Path, architecture: Blueprint) -> frozenset[str]:
-    """Return the names of a layer's matrices in more than four bits: `gguf_model.wide_tensors`.
+    """Return the names of a layer's matrices in more than four bits, if it has others in four.
 
     Layers share programs, so that a matrix is wide in all of them if it is in one.
     """
-    if not is_gguf(source):
-        manifest = source / MANIFEST_FILE  # of any version: the folder may be converted again
-        given = read_json(manifest).get("wide") if manifest.exists() else None
+    manifest = source / MANIFEST_FILE
+    if not is_gguf(source) and manifest.exists():  # of any version: it may be converted again
+        given = read_json(manifest).get("wide")
         return frozenset(map(str, given) if isinstance(given, list) else ())
-    wide = gguf_model.wide_tensors(GgufFile(source))
-    layers = expected(architecture).layers
-    names = {spec.path[0] for layer in layers for spec in layer if spec.name in wide}
+    specs = [spec for layer in expected(architecture).layers for spec in layer]
+    if is_gguf(source):
+        wide = gguf_model.wide_tensors(GgufFile(source))
+    else:
+        wide = _wide_tensors(source, architecture, [s.name for s in specs if len(s.shape) > 1])
+    names = {spec.path[0] for spec in specs if spec.name in wide}
     # They are joined, see `models.linear`.
     return frozenset(names | {"q", "kv"} if names & {"q", "kv", "qkv"} else names)
+
+
+def _wide_tensors(folder: Path, architecture: Blueprint, matrices: Sequence[str]) -> set[str]:
+    try:
+        sources = match(hf_folder.open_tensors(folder), architecture, folder)
+    except InputError:  # `plan` may have no weights; others are refused when they are read
+        return set()
+    wide = {name for name in matrices if sources[name].bits != 4}
+    return set() if len(wide) == len(matrices) else wide
 
 
 def content_files(source: Path) -> dict[str, Path]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from infinigen_jax.checkpoint.hf_folder import TensorSource
+from infinigen_jax.checkpoint.tensor_source import TensorSource
 from infinigen_jax.errors import InputError
 from infinigen_jax.models import Blueprint, Params
 from infinigen_jax.models.linear import join
@@ -237,7 +237,7 @@ def match(
             matches[stem] = tensor
         elif stem == "lm_head.weight" and config.tie_embeddings:
             tied_heads.append(tensor)
-        elif not (name.endswith(HARMLESS) or stem.startswith(UNUSED)):
+        elif not (name.endswith(HARMLESS) or stem.startswith(UNUSED) or _no_bias(tensor)):
             errors["unexpected"].append(f"{name} {tensor.shape}")
     for head in tied_heads:
         # Two different matrices under one tied name: one of them would be lost silently.
@@ -300,6 +300,11 @@ def _renamed(stem: str, family: str) -> str:
     for old, new in RENAMED.get(family, {}).items():
         name = name.replace(old, new)
     return name[1:]
+
+
+def _no_bias(tensor: TensorSource) -> bool:
+    """Whether a tensor is a bias of zeros, as GPTQ's files have for every matrix."""
+    return tensor.name.endswith(".bias") and not np.any(tensor.read())
 
 
 def _same(first: TensorSource, second: TensorSource) -> bool:

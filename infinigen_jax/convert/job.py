@@ -9,11 +9,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from infinigen_jax.checkpoint.hf_folder import SAFETENSORS, TensorSource
+from infinigen_jax.checkpoint.hf_folder import SAFETENSORS
 from infinigen_jax.checkpoint.manifest import AHEAD_FILE, SKEW_FILE
 from infinigen_jax.checkpoint.safetensors import SafetensorsWriter
 from infinigen_jax.checkpoint.skew_file import ahead_shapes
 from infinigen_jax.checkpoint.tensor_names import TensorSpec, expected, read_tree
+from infinigen_jax.checkpoint.tensor_source import TensorSource
 from infinigen_jax.convert.calibrate import CalibrationTokens, Calibrator
 from infinigen_jax.convert.loss import BUDGET, BUDGETS
 from infinigen_jax.errors import InputError

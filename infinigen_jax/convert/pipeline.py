@@ -20,7 +20,7 @@ from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
 from infinigen_jax.checkpoint.gguf_file import GgufFile
-from infinigen_jax.checkpoint.hf_folder import EMBEDDED, TensorSource, side_files, weight_files
+from infinigen_jax.checkpoint.hf_folder import EMBEDDED, side_files, weight_files
 from infinigen_jax.checkpoint.hub import fetched
 from infinigen_jax.checkpoint.manifest import (
     DEFAULT_SKEW,
@@ -41,6 +41,7 @@ from infinigen_jax.checkpoint.source import (
     wide_matrices,
 )
 from infinigen_jax.checkpoint.tensor_names import match
+from infinigen_jax.checkpoint.tensor_source import TensorSource
 from infinigen_jax.convert.calibrate import (
     DEFAULT_TEXT,
     DEFAULT_TOKENS,
@@ -274,7 +275,7 @@ def _unchanged_files(
     """Return the weight files that a conversion can use as they are; none if it changes weights."""
     wanted = DTYPES if dtype is None else (dtype,)
     for tensor in sources.values():
-        changes = tensor.scaled and dtype is not None
+        changes = tensor.bits is not None and dtype is not None
         if changes or tensor.file.suffix != ".safetensors" or tensor.dtype.name not in wanted:
             return []
     return weight_files(source)
@@ -288,7 +289,7 @@ def _weight_dtype(dtype: str | None, sources: Mapping[str, TensorSource]) -> np.
         return np.dtype(dtype)
     sizes: collections.Counter[np.dtype] = collections.Counter()
     for tensor in sources.values():
-        sizes[tensor.dtype] += 0 if tensor.scaled else math.prod(tensor.shape)
+        sizes[tensor.dtype] += 0 if tensor.bits else math.prod(tensor.shape)
     most = sizes.most_common(1)[0][0]
     return most if most.name in DTYPES else np.dtype(np.float32)
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from infinigen_jax.checkpoint.hf_folder import EMBEDDED, TensorSource, open_files
+from infinigen_jax.checkpoint.hf_folder import EMBEDDED, open_files
 from infinigen_jax.checkpoint.hub import fetched
 from infinigen_jax.checkpoint.manifest import (
     AHEAD_FILE,
@@ -34,6 +34,7 @@ from infinigen_jax.checkpoint.manifest import (
 from infinigen_jax.checkpoint.skew_file import DTYPES, Ahead, Basis, read_skew
 from infinigen_jax.checkpoint.source import checked_source, open_tensors, read_config, wide_matrices
 from infinigen_jax.checkpoint.tensor_names import TensorSpec, expected, match, read_tree
+from infinigen_jax.checkpoint.tensor_source import TensorSource
 from infinigen_jax.errors import InputError, MemoryShortageError, ParameterError
 from infinigen_jax.loading.conversion_cache import (
     cache_folder,

@@ -31,8 +31,12 @@ UNSUPPORTED = (
     *("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
 )
 BIASES = ("attention_bias", "mlp_bias")
-# Formats of quantised matrices (FP8, int8) that are stored with scales.
-SCALED = ("fp8", "fbgemm_fp8", "float-quantized", "int-quantized", "naive-quantized")
+# Formats of quantised matrices in Hugging Face folders that `checkpoint.quantised` reads.
+QUANTISED = (
+    *("fp8", "fbgemm_fp8", "float-quantized", "int-quantized", "naive-quantized"),
+    *("pack-quantized", "gptq", "awq"),
+)
+LAYOUTS = {"gptq": "gptq", "awq": "gemm"}  # those that are read, of several
 MOST_LAYERS = 10_000  # bounds the lists with an entry per layer
 LARGEST = (1 << 31) - 1  # bounds all other sizes, which index arrays
 
@@ -212,22 +216,34 @@ def common_settings(hf: HFConfig, *, mlp: str) -> dict[str, Any]:
 
 
 def _check_quantisation(settings: Any) -> None:
-    """Refuse quantised weights that `checkpoint.hf_folder` does not multiply by their scales."""
-    names = ("format", "quant_algo", "quant_method") if isinstance(settings, dict) else ()
-    kind = next((settings[name] for name in names if name in settings), "unknown")
-    if settings and str(kind).lower() not in SCALED:
+    """Refuse quantised weights that `checkpoint.quantised` does not read."""
+    if not settings:
+        return
+    kind = _quantisation(settings if isinstance(settings, dict) else {})
+    if kind.lower() not in QUANTISED:
         raise UnsupportedModelError(
             f"config.json: quantization_config: weights in the format {kind!r} are not supported; "
-            f"use weights that are not quantised, in {listed(SCALED)}, or a .gguf file"
+            f"use weights that are not quantised, in {listed(QUANTISED)}, or a .gguf file"
         )
-    blocks = [settings.get("weight_block_size")] if settings else []
-    for group in (settings.get("config_groups") or {}).values() if settings else ():
+    blocks = [settings.get("weight_block_size")]
+    for group in (settings.get("config_groups") or {}).values():
         weights = group.get("weights") or {}
         blocks += [weights.get("block_structure"), [weights.get("group_size") or 1]]
     for size in (size for block in blocks for size in block or ()):
-        # `hf_folder` derives the size from the shapes of matrix and scale.
+        # `checkpoint.quantised` derives the size from the shapes of matrix and scale.
         power_of_two = size < 1 or size & (size - 1) == 0
         refuse_unless(power_of_two, f"quantization_config: blocks of {size}")
+
+
+def _quantisation(settings: Mapping[str, Any]) -> str:
+    """Return the name of a format of quantised weights, with its layout unless it is read."""
+    method = str(settings.get("quant_method"))
+    if method in LAYOUTS:
+        layout = settings.get("checkpoint_format") or settings.get("version") or LAYOUTS[method]
+        layout = str(layout).lower()
+        return method if layout == LAYOUTS[method] else f"{method} ({layout})"
+    names = ("format", "quant_algo", "quant_method")
+    return str(next((settings[name] for name in names if name in settings), "unknown"))
 
 
 def end_tokens(hf: HFConfig, vocabulary: int) -> tuple[int, ...]:

@@ -4,10 +4,11 @@ A matrix [f, e] is stored by output, in groups of 32 inputs:
 
     bfloat16    codes uint16, the bits of the numbers
     int8        weight = scale * code, one scale per group; holds blocks of GGUF's Q8_0 exactly
-    int4        weight = low + scale * code, two groups per byte; holds Q4_0, Q4_1, Q4_K exactly
+    int4        weight = low + scale * code, two groups per byte; holds Q4_0, Q4_1, Q4_K, AWQ and
+                GPTQ without reordered groups exactly
 
-With int4, embeddings and logits are int8, and so are matrices that a GGUF file holds in more than
-four bits next to others in four (`checkpoint.source.wide_matrices`).
+With int4, embeddings and logits are int8, and so are matrices that a file holds in more than four
+bits next to others in four (`checkpoint.source.wide_matrices`).
 
 XLA has no fast product of float32 with such numbers on a CPU: it converts the whole matrix first,
 and vectorises no loop that sums along a row. `product` therefore writes the sum over groups out, as

@@ -14,11 +14,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
-from safetensors.torch import save_file as save_torch_file
-from tiny import LLAMA, as_torch, logits_of, only, refuses, take_tensors
+from tiny import LLAMA, as_torch, only, refuses, take_tensors
 
 from infinigen_jax.checkpoint.hf_folder import (
-    TensorSource,
     checked_folder,
     open_tensors,
     read_config,
@@ -26,10 +24,10 @@ from infinigen_jax.checkpoint.hf_folder import (
     weight_files,
 )
 from infinigen_jax.checkpoint.tensor_names import TensorSpec, expected, match, read_tree
+from infinigen_jax.checkpoint.tensor_source import TensorSource
 from infinigen_jax.checkpoint.torch_file import Refused, read_pickle
 from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.errors import UnsupportedModelError
-from infinigen_jax.loading.load import load
 from infinigen_jax.models import blueprint, config_from_hf
 
 # Input formats.
@@ -55,60 +53,6 @@ def test_every_format_gives_the_same_weights(form, tiny, tmp_path):
     written = open_tensors(tmp_path / "out")  # in as many shards as the source
     for name, parameter in made.model.named_parameters():
         np.testing.assert_array_equal(written[name].read(), parameter.detach().numpy())
-
-
-@pytest.mark.parametrize(
-    ("block", "dtype", "ending", "settings"),
-    [
-        ((128, 128), torch.float8_e4m3fn, "_inv", {"quant_method": "fp8"}),
-        ((1, 512), torch.float8_e4m3fn, "", {"quant_method": "fbgemm_fp8"}),
-        ((512, 512), torch.float8_e4m3fn, "", {"quant_method": "modelopt", "quant_algo": "FP8"}),
-        ((512, 512), torch.int8, "", {"quant_method": "compressed", "format": "int-quantized"}),
-    ],
-    ids=["blocks", "rows", "whole", "int8"],
-)
-def test_quantised_matrices_are_multiplied_by_their_scales(
-    block, dtype, ending, settings, tiny, tmp_path
-):
-    made = tiny("llama", hidden_size=160, intermediate_size=300)
-    tensors, values = take_tensors(made.folder), {}
-    for name in [name for name in tensors if "_proj" in name]:
-        rows, columns = tensors[name].shape
-        parts = (-(-rows // block[0]), -(-columns // block[1]))
-        scales = ((torch.rand(parts) + 0.5) / 100).to(torch.bfloat16)
-        tensors[name] = (tensors[name] * 100).to(dtype)
-        spread = torch.kron(scales.float(), torch.ones(block))[:rows, :columns]
-        values[name] = tensors[name].float() * spread
-        one = parts == (1, 1)
-        tensors[f"{name}_scale{ending}"] = scales.reshape(()) if one else scales
-        tensors[name.replace("weight", "input_scale")] = torch.ones(())
-    save_torch_file(tensors, made.folder / "model.safetensors")
-    hf = json.loads((made.folder / "config.json").read_text())
-    (made.folder / "config.json").write_text(json.dumps(hf | {"quantization_config": settings}))
-    weights = made.folder / "model.safetensors"
-    linked = convert(made.folder, tmp_path / "linked", skew="none")
-    assert (linked / weights.name).samefile(weights)
-    whole = convert(made.folder, tmp_path / "whole", skew="none", dtype="float32")
-    assert "quantization_config" not in json.loads((whole / "config.json").read_text())
-    assert {x.dtype.name for x in load_file(whole / weights.name).values()} == {"float32"}
-    made.model.load_state_dict(values, strict=False)
-    tokens = np.arange(6)[None]
-    for folder in (linked, whole):
-        logits = logits_of(load(folder), tokens)
-        np.testing.assert_allclose(logits, made.logits(tokens), atol=2e-5)
-    save_torch_file(tensors | {f"{name}_scale{ending}": torch.ones(7, 1)}, weights)
-    refused(made.folder, r"_scale.* is \[7, 1\] for a matrix of \[", weights)
-    save_torch_file(tensors | {"model.norm.weight_scale": torch.ones(())}, weights)
-    refused(made.folder, "model.norm.weight_scale without a matrix", weights)
-    exponents = torch.zeros(parts, dtype=torch.uint8)
-    save_torch_file(tensors | {f"{name}_scale{ending}": exponents}, weights)
-    refused(made.folder, "scales in uint8 are not supported", weights)
-    save_torch_file(tensors | {f"{name}_zero_point": exponents}, weights)
-    refused(made.folder, "_zero_point: matrices with zero points", weights)
-    tensors.pop(f"{name}_scale{ending}")
-    save_torch_file(tensors, weights)
-    no_scale = "not floating point" if dtype == torch.int8 else "in FP8 without a scale"
-    refused(made.folder, no_scale, made.folder if dtype == torch.int8 else weights)
 
 
 @pytest.mark.parametrize("prefix", ["", "decoder.", "model.decoder."])

@@ -188,6 +188,8 @@ FACTORS = {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}
 ALPHA = {"type": "dynamic", "factor": 1.0, "alpha": 50.0}
 EXAONE = of("exaone4", num_key_value_heads=2)
 TWICE = "rope_scaling that contradicts rope_parameters"
+AWQ = {"quant_method": "awq"}
+GPTQ_V2 = {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}
 FP8: dict[str, Any] = {"quant_method": "fp8"}
 GROUPS = {"format": "int-quantized", "config_groups": {"a": {"weights": {"group_size": 48}}}}
 GROWTH = "llama_4_scaling_beta"
@@ -223,7 +225,9 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("one rope for all layers", GEMMA4 | {"rope_parameters": {"rope_theta": 1e6}}),
     ("use_bidirectional_attention=all", GEMMA4 | {"use_bidirectional_attention": "all"}),
     ("num_local_experts", of("llama", num_local_experts=8)),
-    ("weights in the format 'awq'", of("llama", quantization_config={"quant_method": "awq"})),
+    ("format 'awq (gemv)'", of("llama", quantization_config=AWQ | {"version": "GEMV"})),
+    ("format 'gptq (gptq_v2)'", of("llama", quantization_config=GPTQ_V2)),
+    ("format 'bitsandbytes'", of("llama", quantization_config={"quant_method": "bitsandbytes"})),
     ("blocks of 96", of("llama", quantization_config=FP8 | {"weight_block_size": [96, 96]})),
     ("blocks of 48", of("llama", quantization_config=GROUPS)),
     ("weights in the format 'unknown'", of("llama", quantization_config=["fp8"])),

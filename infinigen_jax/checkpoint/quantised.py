@@ -1,0 +1,222 @@
+"""Quantised matrices of Hugging Face folders, read as the float32 matrices that they stand for.
+
+    FP8, int8           weight [f, e], and weight_scale or weight_scale_inv: one number, one per
+                        row, or one per block, whose height and width are powers of two
+    compressed-tensors  weight_packed [f, e / n], weight_scale [f, g], weight_shape [2],
+                        perhaps weight_zero_point [f / n, g] and weight_g_idx [e]
+    GPTQ                qweight [e / n, f], scales [g, f], qzeros [g, f / n], perhaps g_idx [e]
+    AWQ                 qweight [e, f / n], scales [g, f], qzeros [g, f / n]
+
+A matrix has f outputs and e inputs, in g groups: of equal size, or as g_idx says. In the last three
+formats, a word of 32 bits holds n codes of 4 or 8 bits, the lowest bits first, and a weight is
+scale * (code - zero). GPTQ stores zeros less one. AWQ's words hold eight neighbours in the order
+0, 2, 4, 6, 1, 3, 5, 7.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float32, Int, UInt8
+
+from infinigen_jax.checkpoint.safetensors import DTYPES
+from infinigen_jax.checkpoint.tensor_source import TensorSource
+from infinigen_jax.errors import InputError, UnsupportedModelError
+
+# Endings of the names of scales: of a quantised matrix, and of what this package does not quantise.
+SCALES = (".weight_scale", ".weight_scale_inv")
+OTHER_SCALES = (
+    *(".input_scale", ".activation_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale"),
+    ".input_zero_point",
+)
+# Endings of packed matrices, and of their scales, zeros, groups and shapes.
+COMPRESSED, QWEIGHT = ".weight_packed", ".qweight"
+PACKED = {
+    COMPRESSED: (".weight_scale", ".weight_zero_point", ".weight_g_idx", ".weight_shape"),
+    QWEIGHT: (".scales", ".qzeros", ".g_idx"),
+}
+FP8 = DTYPES["F8_E4M3"]
+WORD = 32  # bits
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of neighbours in a word
+AT_ONCE = 2**22  # numbers computed at a time, to bound the temporaries
+
+
+def dequantised(tensors: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
+    """Replace quantised matrices and their scales by the float32 matrices that they stand for."""
+    plain = dict(tensors)
+    for name in tensors:
+        for ending, parts in PACKED.items():
+            if name.endswith(ending):
+                module = name.removesuffix(ending)
+                matrix = _unpacked(plain.pop(name), *(plain.pop(module + x, None) for x in parts))
+                plain[f"{module}.weight"] = matrix
+    return _with_scales(plain)
+
+
+def _unpacked(
+    words: TensorSource,
+    scale: TensorSource | None,
+    zero: TensorSource | None,
+    group: TensorSource | None,
+    size: TensorSource | None = None,
+) -> TensorSource:
+    """Return the matrix whose codes are in `words`; `size` is its shape, in compressed-tensors."""
+    parts = [part for part in (words, scale, zero, group, size) if part is not None]
+    shapes = ", ".join(f"{part.name} {list(part.shape)} {part.dtype}" for part in parts)
+    misfit = InputError(f"{words.file}: parts do not fit: {shapes}; get the files again")
+    needed = size if words.name.endswith(COMPRESSED) else zero
+    if scale is None or needed is None or (size and size.shape != (2,)):
+        raise misfit
+    if any(len(part.shape) != 2 or 0 in part.shape for part in (words, scale, zero or words)):
+        raise misfit
+    if size is not None:
+        form, codes = "compressed", int(size.read()[1]) // words.shape[1]
+    else:
+        assert zero is not None
+        form = "awq" if words.shape[1] == zero.shape[1] else "gptq"
+        codes = scale.shape[1] // zero.shape[1]
+    if codes not in (4, 8):
+        problem = "only matrices in 4 or 8 bits are supported"
+        raise UnsupportedModelError(f"{words.file}: {problem}, not {shapes}")
+    packed = _Packed(form, codes, words, scale, zero, group)
+    shape = packed.shape
+    outputs, groups = packed.turned(scale.shape)
+    fits = [
+        outputs == shape[0],
+        zero is None or packed.turned(zero.shape) == (outputs // codes, groups),
+        size is None or tuple(size.read()) == shape,
+        words.dtype == np.int32 == (zero or words).dtype,
+        scale.dtype.kind not in "iub",
+        shape[1] % groups == 0 if group is None else group.shape == shape[1:],
+        group is None or group.dtype.kind == "i",
+    ]
+    if not all(fits):
+        raise misfit
+    name, float32 = f"{words.name.rpartition('.')[0]}.weight", np.dtype(np.float32)
+    return TensorSource(
+        name, words.file, shape, float32, packed.read, words.release, bits=WORD // codes
+    )
+
+
+class _Packed(NamedTuple):
+    """A packed matrix in a form: "compressed", "gptq" or "awq", with a number of codes in a word.
+
+    Only the first has outputs on the first axis; others are `turned`. Then words of the matrix hold
+    neighbours on the second axis, except for AWQ's, and those of zeros on the first.
+    """
+
+    form: str
+    codes: int
+    words: TensorSource
+    scale: TensorSource
+    zero: TensorSource | None
+    group: TensorSource | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        height, width = self.turned(self.words.shape)
+        return (height * self.codes, width) if self.form == "awq" else (height, width * self.codes)
+
+    def turned(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape if self.form == "compressed" else shape[::-1]
+
+    def read(self) -> Float32[np.ndarray, "f e"]:
+        """Return the matrix."""
+        table = self._decoded(self.words, 0 if self.form == "awq" else 1)
+        scales = self._array(self.scale).astype(np.float32)
+        most = (1 << WORD // self.codes) - 1
+        zeros = np.full(scales.shape, most // 2 + 1, np.uint8)
+        if self.zero is not None:
+            zeros = self._decoded(self.zero, 0)
+        if self.form == "gptq":
+            zeros = (zeros + 1) & most
+        groups = self._groups(table.shape[1], scales.shape[1])
+        values, step = np.empty(table.shape, np.float32), max(1, AT_ONCE // table.shape[1])
+        for start in range(0, len(values), step):
+            rows = slice(start, start + step)
+            values[rows] = table[rows]
+            shift, factor = zeros[rows], scales[rows]
+            if groups is not None:
+                shift, factor = shift[:, groups], factor[:, groups]
+            blocks = values[rows].reshape(*shift.shape, -1)
+            blocks -= shift[..., None]
+            blocks *= factor[..., None]
+        return values
+
+    def _groups(self, inputs: int, count: int) -> Int[np.ndarray, " e"] | None:
+        """Return the group of each input; None if groups are of equal size, one after another."""
+        if self.group is None:
+            return None
+        groups = self.group.read()
+        if np.any(groups < 0) or np.any(groups >= count):
+            problem = f"has groups other than 0 to {count - 1}; get the files again"
+            raise InputError(f"{self.group.file}: {self.group.name} {problem}")
+        equal = np.repeat(np.arange(count), -(-inputs // count))[:inputs]
+        return groups if inputs % count or np.any(groups != equal) else None
+
+    def _array(self, part: TensorSource) -> np.ndarray:
+        return part.read() if self.form == "compressed" else part.read().T
+
+    def _decoded(self, part: TensorSource, axis: int) -> UInt8[np.ndarray, "m n"]:
+        """Return the codes in words that hold neighbours on an axis."""
+        words = np.ascontiguousarray(self._array(part)).view(np.uint32)
+        bits, shape = WORD // self.codes, list(words.shape)
+        codes = np.empty((*shape[: axis + 1], self.codes, *shape[axis + 1 :]), np.uint8)
+        for i in range(self.codes):
+            place = AWQ_PLACES[i] if self.form == "awq" else i
+            codes[(slice(None),) * (axis + 1) + (i,)] = words >> bits * place & (1 << bits) - 1
+        shape[axis] *= self.codes
+        return codes.reshape(shape)
+
+
+def _with_scales(tensors: dict[str, TensorSource]) -> dict[str, TensorSource]:
+    """Replace quantised matrices and their scales by the float32 matrices that they stand for.
+
+    A scale is one number, one per row, or one per block, whose height and width are powers of two.
+    """
+    scales = {
+        f"{name.removesuffix(ending)}.weight": tensors[name]
+        for ending in SCALES
+        for name in tensors
+        if name.endswith(ending)
+    }
+    plain = {n: t for n, t in tensors.items() if not n.endswith((*SCALES, *OTHER_SCALES))}
+    for name, tensor in plain.items():
+        if scales and name.endswith(("weight_zero_point", "weight_g_idx")):
+            problem = "matrices with zero points or reordered columns are not supported"
+            raise UnsupportedModelError(f"{tensor.file}: {name}: {problem}")
+        if tensor.dtype == FP8 and name not in scales:
+            raise InputError(
+                f"{tensor.file}: {name} is in FP8 without a scale; get the files again"
+            )
+    for name, scale in scales.items():
+        matrix = plain.get(name)
+        if matrix is None or len(matrix.shape) != 2:
+            raise InputError(f"{scale.file}: {scale.name} without a matrix; get the files again")
+        parts = (scale.shape[0] if scale.shape else 1, math.prod(scale.shape[1:]))
+        height, width = (
+            next((1 << i for i in range(32) if -(-size >> i) == part), 0)
+            for size, part in zip(matrix.shape, parts, strict=True)
+        )
+        if not height or not width:
+            shapes = f"{scale.name} is {list(scale.shape)} for a matrix of {list(matrix.shape)}"
+            raise InputError(f"{scale.file}: {shapes}; get the files again")
+        if scale.dtype.kind in "iub":  # exponents, of formats such as MXFP8
+            problem = f"scales in {scale.dtype} are not supported"
+            raise UnsupportedModelError(f"{scale.file}: {scale.name}: {problem}")
+        read = functools.partial(_product, matrix, scale, parts, (height, width))
+        plain[name] = matrix._replace(dtype=np.dtype(np.float32), read=read, bits=8)
+    return plain
+
+
+def _product(
+    matrix: TensorSource, scale: TensorSource, parts: tuple[int, int], block: tuple[int, int]
+) -> np.ndarray:
+    """Return a matrix times its scale, which has a number for each block."""
+    values, (height, width) = matrix.read().astype(np.float32), block
+    scales = scale.read().astype(np.float32).reshape(parts)
+    for row, factors in zip(range(0, len(values), height), scales, strict=True):
+        values[row : row + height] *= np.repeat(factors, width)[: values.shape[1]]
+    return values

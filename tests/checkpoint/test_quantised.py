@@ -1,0 +1,205 @@
+"""Quantised folders: their matrices are those that the codes and scales stand for."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from safetensors.torch import save_file
+from tiny import TinyModel, logits_of, refuses, take_tensors
+
+from infinigen_jax import load
+from infinigen_jax.checkpoint.hf_folder import open_tensors
+from infinigen_jax.convert.pipeline import convert
+from infinigen_jax.models.small_weights import rows_of, small_form
+
+GROUP = 32  # inputs with a scale of their own
+FORMS = ("compressed", "symmetric", "gptq", "reordered", "awq")
+TOKENS = np.arange(6)[None]
+
+
+def settings_of(form: str) -> dict[str, Any]:
+    """Return the quantization_config that says how matrices are packed."""
+    if form in ("compressed", "symmetric"):
+        return {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    if form == "awq":
+        return {"quant_method": "awq", "version": "gemm"}
+    return {"quant_method": "gptq", "checkpoint_format": "gptq"}
+
+
+def words(codes: torch.Tensor, bits: int, axis: int, order: Sequence[int] = ()) -> torch.Tensor:
+    """Pack neighbours on an axis into words, the first of `order` in the lowest bits."""
+    places = order or range(32 // bits)
+    neighbours = codes.long().movedim(axis, -1).unflatten(-1, (-1, len(places)))
+    packed = sum(neighbours[..., place] << bits * i for i, place in enumerate(places))
+    return torch.as_tensor(packed).to(torch.int32).movedim(-1, axis).contiguous()
+
+
+def packed(form: str, bits: int, shape: Sequence[int]) -> tuple[dict[str, Any], torch.Tensor]:
+    """Return the tensors of a random matrix, by the ends of their names, and its numbers."""
+    outputs, inputs = shape
+    codes = torch.randint(1 << bits, (outputs, inputs))
+    zeros = torch.randint(1 << bits, (outputs, inputs // GROUP))
+    scales = ((torch.rand(zeros.shape) + 0.5) / (2 << bits)).half()
+    groups = torch.arange(inputs) // GROUP
+    if form == "symmetric":
+        zeros[:] = 1 << bits - 1
+    if form == "reordered":
+        groups = groups[torch.randperm(inputs)]
+    values = (codes - zeros[:, groups]) * scales[:, groups].float()
+    if form in ("compressed", "symmetric"):
+        parts = {"weight_packed": words(codes, bits, 1), "weight_scale": scales}
+        parts["weight_shape"] = torch.tensor(list(shape))
+        return parts | (
+            {"weight_zero_point": words(zeros, bits, 0)} if form == FORMS[0] else {}
+        ), values
+    if form == "awq":
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        parts = {
+            "qweight": words(codes.T, bits, 1, order),
+            "qzeros": words(zeros.T, bits, 1, order),
+        }
+    else:
+        one_less = (zeros.T - 1) % (1 << bits)
+        parts = {"qweight": words(codes.T, bits, 0), "qzeros": words(one_less, bits, 1)}
+        parts |= {"g_idx": groups.int(), "bias": torch.zeros(outputs).half()}
+    return parts | {"scales": scales.T.contiguous()}, values
+
+
+def quantise(made: TinyModel, form: str, bits: int, whole: str = "") -> dict[str, torch.Tensor]:
+    """Replace a model's matrices by random packed ones, except those with `whole` in their names.
+
+    Return the stored tensors.
+    """
+    tensors, values = take_tensors(made.folder), {}
+    for name in [name for name in tensors if "_proj" in name and not (whole and whole in name)]:
+        parts, values[name] = packed(form, bits, tensors.pop(name).shape)
+        tensors |= {name.replace("weight", part): tensor for part, tensor in parts.items()}
+    made.model.load_state_dict(values, strict=False)
+    save(made, tensors, settings_of(form))
+    return tensors
+
+
+def save(made: TinyModel, tensors: dict[str, torch.Tensor], settings: dict[str, Any]) -> None:
+    save_file(tensors, made.folder / "model.safetensors")
+    hf = json.loads((made.folder / "config.json").read_text())
+    (made.folder / "config.json").write_text(json.dumps(hf | {"quantization_config": settings}))
+
+
+def check_conversions(made: TinyModel, out: Path) -> None:
+    """Check that conversions that link and that write weights give the logits of the numbers."""
+    linked = convert(made.folder, out / "linked", skew="none")
+    whole = convert(made.folder, out / "whole", skew="none", dtype="float32")
+    assert (linked / "model.safetensors").samefile(made.folder / "model.safetensors")
+    assert "quantization_config" not in json.loads((whole / "config.json").read_text())
+    assert {x.dtype.name for x in load_file(whole / "model.safetensors").values()} == {"float32"}
+    for folder in (linked, whole):
+        logits = logits_of(load(folder), TOKENS)
+        np.testing.assert_allclose(logits, made.logits(TOKENS), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("form", "bits"), [*((form, 4) for form in FORMS), ("compressed", 8), ("gptq", 8)]
+)
+def test_packed_matrices_are_scales_times_codes_without_zeros(form, bits, tiny, tmp_path):
+    made = tiny("llama", hidden_size=64, intermediate_size=96)
+    quantise(made, form, bits)
+    check_conversions(made, tmp_path)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "reordered"])
+def test_int4_holds_packed_matrices_exactly_and_others_in_int8(form, tiny, tmp_path):
+    made = tiny("llama", hidden_size=64, intermediate_size=96)
+    quantise(made, form, 4, "layers.1.mlp.down_proj")
+    expected = open_tensors(made.folder)
+    for dtype in None, "float32":
+        out = convert(made.folder, tmp_path / str(dtype), skew="none", dtype=dtype)
+        for number, layer in enumerate(load(out, weight_dtype="int4").params["layers"]):
+            assert small_form(layer) == ("int4", {"down"})
+            matrix = expected[f"model.layers.{number}.self_attn.o_proj.weight"].read()
+            np.testing.assert_allclose(rows_of(layer["o"], 64), matrix, rtol=0, atol=1e-6)
+
+
+DAMAGE: list[tuple[str, str, Any, str]] = [
+    ("gptq", "scales", None, "parts do not fit"),
+    ("gptq", "qzeros", None, "parts do not fit"),
+    ("gptq", "qzeros", lambda x: x[:1], "parts do not fit"),
+    ("gptq", "qweight", lambda x: x[None], "parts do not fit"),
+    ("gptq", "qweight", lambda x: x[:, :16].contiguous(), "parts do not fit"),
+    ("gptq", "qweight", lambda x: x.long(), "parts do not fit: .*int64"),
+    ("gptq", "scales", lambda x: x.int(), "parts do not fit"),
+    ("gptq", "g_idx", lambda x: x[1:], "parts do not fit"),
+    ("gptq", "g_idx", lambda x: x - 1, "groups other than 0 to"),
+    ("gptq", "g_idx", lambda x: x + 1, "groups other than 0 to"),
+    ("gptq", "qzeros", lambda x: x.repeat(1, 4), "only matrices in 4 or 8 bits"),
+    ("gptq", "bias", lambda x: x + 1, r"unexpected: .*\.bias"),
+    ("awq", "scales", lambda x: x.T.contiguous(), "only matrices in 4 or 8 bits"),
+    ("compressed", "weight_shape", None, "parts do not fit"),
+    ("compressed", "weight_shape", lambda x: x[:1], "parts do not fit"),
+    ("compressed", "weight_shape", lambda x: -x, "only matrices in 4 or 8 bits"),
+    ("compressed", "weight_shape", lambda x: x + 8, "parts do not fit"),
+    ("compressed", "weight_scale", lambda x: x.repeat(1, 3), "parts do not fit"),
+    ("symmetric", "weight_scale", lambda x: x[:, :1].repeat(1, 5), "parts do not fit"),
+    ("symmetric", "weight_packed", None, "weight_scale without a matrix"),
+]
+
+
+@pytest.mark.parametrize(("form", "part", "change", "message"), DAMAGE)
+def test_damaged_parts_are_refused(form, part, change, message, tiny, tmp_path):
+    made = tiny("llama", hidden_size=64, intermediate_size=96)
+    tensors = quantise(made, form, 4)
+    name = f"model.layers.1.mlp.down_proj.{part}"
+    changed = tensors.pop(name)
+    if change is not None:
+        tensors[name] = change(changed)
+    save(made, tensors, settings_of(form))
+    line = refuses(message, convert, made.folder, tmp_path / "out", skew="none", dtype="float32")
+    assert "model.layers.1.mlp.down_proj" in line and str(made.folder) in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("block", "dtype", "ending", "settings"),
+    [
+        ((128, 128), torch.float8_e4m3fn, "_inv", {"quant_method": "fp8"}),
+        ((1, 512), torch.float8_e4m3fn, "", {"quant_method": "fbgemm_fp8"}),
+        ((512, 512), torch.float8_e4m3fn, "", {"quant_method": "modelopt", "quant_algo": "FP8"}),
+        ((512, 512), torch.int8, "", {"quant_method": "compressed", "format": "int-quantized"}),
+    ],
+    ids=["blocks", "rows", "whole", "int8"],
+)
+def test_quantised_matrices_are_multiplied_by_their_scales(
+    block, dtype, ending, settings, tiny, tmp_path
+):
+    made = tiny("llama", hidden_size=160, intermediate_size=300)
+    tensors, values = take_tensors(made.folder), {}
+    for name in [name for name in tensors if "_proj" in name]:
+        rows, columns = tensors[name].shape
+        parts = (-(-rows // block[0]), -(-columns // block[1]))
+        scales = ((torch.rand(parts) + 0.5) / 100).to(torch.bfloat16)
+        tensors[name] = (tensors[name] * 100).to(dtype)
+        spread = torch.kron(scales.float(), torch.ones(block))[:rows, :columns]
+        values[name] = tensors[name].float() * spread
+        one = parts == (1, 1)
+        tensors[f"{name}_scale{ending}"] = scales.reshape(()) if one else scales
+        tensors[name.replace("weight", "input_scale")] = torch.ones(())
+    save(made, tensors, settings)
+    made.model.load_state_dict(values, strict=False)
+    check_conversions(made, tmp_path)
+
+    def refused(message: str, changed: dict[str, torch.Tensor]) -> None:
+        save(made, changed, settings)
+        refuses(message, convert, made.folder, tmp_path / "out", skew="none")
+
+    scale, exponents = f"{name}_scale{ending}", torch.zeros(parts, dtype=torch.uint8)
+    refused(r"_scale.* is \[7, 1\] for a matrix of \[", tensors | {scale: torch.ones(7, 1)})
+    more = {"model.norm.weight_scale": torch.ones(())}
+    refused("safetensors: model.norm.weight_scale without a matrix", tensors | more)
+    refused("safetensors: .*: scales in uint8 are not supported", tensors | {scale: exponents})
+    refused("_zero_point: matrices with zero points", tensors | {f"{name}_zero_point": exponents})
+    tensors.pop(scale)
+    refused("not floating point" if dtype == torch.int8 else "in FP8 without a scale", tensors)
