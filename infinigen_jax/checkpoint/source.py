@@ -50,7 +50,7 @@ def wide_matrices(source: Path, architecture: Blueprint) -> frozenset[str]:
     if is_gguf(source):
         wide = gguf_model.wide_tensors(GgufFile(source))
     else:
-        wide = _wide_tensors(source, architecture, [s.name for s in specs if len(s.shape) > 1])
+        wide = _wide_tensors(source, architecture, [s.name for s in specs if s.path[1] == "weight"])
     names = {spec.path[0] for spec in specs if spec.name in wide}
     # They are joined, see `models.linear`.
     return frozenset(names | {"q", "kv"} if names & {"q", "kv", "qkv"} else names)

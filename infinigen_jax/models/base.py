@@ -73,7 +73,8 @@ class ModelConfig:
             a sliding window.
         value_norms: whether values have a norm, without a scale.
         layer_factors: whether a layer's output has a factor, which is a parameter.
-        joint_head_norms: whether HEAD_NORMS apply to all heads of a token together.
+        head_norms: what HEAD_NORMS apply to: "each" head, with the same scale; each with its "own"
+            scale; or "all" heads of a token together.
         norms_minus_one: whether files hold the scales of norms minus 1. They are float32 then in
             every dtype of the weights: in two bytes, 1 + scale would lose most of its digits.
         parallel_mlp: whether the MLP reads attention's input instead of its result.
@@ -114,7 +115,7 @@ class ModelConfig:
     values_from_keys: bool = False
     value_norms: bool = False
     layer_factors: bool = False
-    joint_head_norms: bool = False
+    head_norms: str = "each"
     norms_minus_one: bool = False
     parallel_mlp: bool = False
     embedding_scale: float = 1.0

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-from infinigen_jax.models.base import HFConfig, ModelConfig
+from infinigen_jax.models.base import HEAD_NORMS, HFConfig, ModelConfig
 from infinigen_jax.models.hf import (
     positive,
     positive_number,
-    refuse_unless,
     relative_from_hf,
     rope_from_hf,
 )
@@ -15,11 +14,14 @@ DEFAULTS = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings"
 
 
 def config_from_hf(hf: HFConfig) -> ModelConfig:
-    refuse_unless(not hf.get("use_qk_norm"), "use_qk_norm=true in a cohere model (Command R+)")
-    return cohere_from_hf(hf, rope=rope_from_hf(hf, interleaved=True, theta=5e5))
+    norms = ("attention_norm", *(HEAD_NORMS if hf.get("use_qk_norm") else ()))  # of Command R+
+    rope = rope_from_hf(hf, interleaved=True, theta=5e5)
+    return cohere_from_hf(hf, rope=rope, norms=norms, head_norms="own")
 
 
-def cohere_from_hf(hf: HFConfig, **settings: Any) -> ModelConfig:
+def cohere_from_hf(
+    hf: HFConfig, norms: tuple[str, ...] = ("attention_norm",), **settings: Any
+) -> ModelConfig:
     """Return the configuration of a version of Cohere's models.
 
     Some files have the real context in `model_max_length`, beyond `max_position_embeddings`.
@@ -27,7 +29,7 @@ def cohere_from_hf(hf: HFConfig, **settings: Any) -> ModelConfig:
     most = max(positive(hf, "max_position_embeddings"), positive(hf, "model_max_length", default=1))
     return relative_from_hf(
         hf | {"max_position_embeddings": most},
-        norms=("attention_norm",),
+        norms=norms,
         epsilon="layer_norm_eps",
         layer_norms=True,
         norm_biases=False,

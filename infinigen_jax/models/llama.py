@@ -26,11 +26,11 @@ class Norm(nnx.Module):
     outliers, and in half precision they rely on implicit promotion, which the tests forbid.
     """
 
-    def __init__(self, size: int, config: ModelConfig, dtype: Any):
-        self.scale = nnx.Param(jnp.ones(size, jnp.float32 if config.norms_minus_one else dtype))
+    def __init__(self, shape: tuple[int, ...], config: ModelConfig, dtype: Any):
+        self.scale = nnx.Param(jnp.ones(shape, jnp.float32 if config.norms_minus_one else dtype))
         self.centred, self.epsilon = config.layer_norms, config.norm_eps
         has_bias = config.layer_norms and config.norm_biases
-        self.bias = nnx.Param(jnp.zeros(size, dtype)) if has_bias else None
+        self.bias = nnx.Param(jnp.zeros(shape, dtype)) if has_bias else None
 
     def __call__(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
         y = x.astype(jnp.float32)
@@ -83,10 +83,13 @@ class Layer(nnx.Module):
         else:
             self.up = Linear(c.hidden_size, c.intermediate_size, c.mlp_bias, dtype)
         self.down = Linear(c.intermediate_size, c.hidden_size, c.mlp_bias, dtype)
-        head_sizes = (query_width, key_width) if c.joint_head_norms else (c.head_dim,) * 2
-        sizes: dict[str, int] = dict(zip(HEAD_NORMS, head_sizes, strict=True))
+        heads = dict(zip(HEAD_NORMS, (c.num_heads, c.num_kv_heads), strict=True))
         for name in c.norms:
-            setattr(self, name, Norm(sizes.get(name, c.hidden_size), c, dtype))
+            shape: tuple[int, ...] = (c.hidden_size,)
+            if name in heads:
+                kinds = {"each": (c.head_dim,), "own": (heads[name], c.head_dim)}
+                shape = kinds.get(c.head_norms, (heads[name] * c.head_dim,))
+            setattr(self, name, Norm(shape, c, dtype))
         if c.layer_ropes:
             self.rotation = Rotation(c.head_dim, any(r and r.interleaved for r in c.layer_ropes))
         if c.layer_factors:
@@ -140,7 +143,7 @@ class Layer(nnx.Module):
         c = self.config
 
         def normed(x: Array) -> Array:
-            shape = (*x.shape[:-2], -1) if c.joint_head_norms else x.shape
+            shape = (*x.shape[:-2], -1) if c.head_norms == "all" else x.shape
             return _normed(norm, x.reshape(shape)).reshape(x.shape)
 
         def rotated(x: Array) -> Array:
@@ -196,7 +199,7 @@ class Embedding(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: Any):
         c = config
         self.tokens = TokenTable(c.vocab_size, c.hidden_size, dtype)
-        self.norm = Norm(c.hidden_size, c, dtype)
+        self.norm = Norm((c.hidden_size,), c, dtype)
         if not c.tie_embeddings:
             self.head = Linear(c.hidden_size, c.vocab_size, False, dtype)
         self.config = config

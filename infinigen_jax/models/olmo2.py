@@ -5,6 +5,6 @@ from infinigen_jax.models.base import HEAD_NORMS, POST_NORMS
 DEFAULTS = {"rms_norm_eps": 1e-5}
 SETTINGS = {
     "norms": POST_NORMS + HEAD_NORMS,
-    "joint_head_norms": True,
+    "head_norms": "all",
     "windows": "refused",  # OLMo 3
 }

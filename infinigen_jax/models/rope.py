@@ -201,5 +201,5 @@ def _turned(
 
 
 def as_last(values: np.ndarray | Array, leading: int) -> Float[Array, "*one p"]:
-    """Add leading axes so that the values broadcast along the last axis."""
-    return jnp.asarray(values).reshape((1,) * leading + (-1,))
+    """Add axes in front, so that values broadcast along the last axes, after `leading` others."""
+    return jnp.asarray(values).reshape((1,) * (leading + 1 - values.ndim) + values.shape)

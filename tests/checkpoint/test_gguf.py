@@ -57,6 +57,7 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("apertus", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     ("arcee", {}),
     ("cohere", EPSILON | {"logit_scale": 0.25}),
+    ("cohere", EPSILON | {"use_qk_norm": True}),
     ("cohere2", EPSILON | {"num_hidden_layers": 4, "sliding_window": 7}),
     ("ernie4_5", {"head_dim": 16}),
     ("exaone", {}),

@@ -78,6 +78,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("apertus", GQA | {"head_dim": 12}),
     "arcee": ("arcee", GQA),
     "cohere": ("cohere", GQA | {"logit_scale": 0.4}),
+    "cohere plus": ("cohere", GQA | {"use_qk_norm": True}),
     "cohere2": ("cohere2", GQA | kinds("sf")),
     "cwm": ("cwm", GQA | kinds("fs") | {"head_dim": 12}),
     "ernie4_5": ("ernie4_5", GQA | {"head_dim": 12}),

@@ -244,7 +244,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("'gemma3n' is not supported: of Gemma, the text", of("gemma3n")),
     ("clip_qkv=5.0", of("iquestcoder", clip_qkv=5.0)),
     ("max_position_embeddings", of("cohere", max_position_embeddings=None)),
-    ("use_qk_norm", of("cohere", use_qk_norm=True)),
     ("use_bidirectional_attention", GEMMA | {"use_bidirectional_attention": True}),
     ("attn_logit_softcapping=50.0", GEMMA | {"attn_logit_softcapping": 50.0}),
     ("final_logit_softcapping 0", GEMMA | {"final_logit_softcapping": 0}),
