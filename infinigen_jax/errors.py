@@ -25,7 +25,7 @@ import infinigen_jax
 OUT_OF_MEMORY = (
     "out of memory: lower the length of the prompts, `max_new_tokens`, `batch`, `context` of a "
     "conversation, `dense_layers`, `hot_set` or `prefill_chunk`, or use `rows` int8, "
-    "`pool.tokens`, `weight_dtype` int8, `weights` host or a smaller model; "
+    "`pool.tokens`, `weight_dtype` int8 or int4, `weights` host or a smaller model; "
     "`python -m infinigen_jax.plan` shows what takes how much"
 )
 TERMINATED, HUNG_UP = 128 + signal.SIGTERM, 128 + signal.SIGHUP  # exit statuses

@@ -14,8 +14,9 @@ from infinigen_jax.machine.memory_limits import (
 )
 from infinigen_jax.messages import format_bytes
 from infinigen_jax.models import Blueprint, blueprint
-from infinigen_jax.models.small_weights import has_few_bits, small_dtype
+from infinigen_jax.models.small_weights import small_dtype
 from infinigen_jax.numeric import listed
+from infinigen_jax.settings.engine import WEIGHT_DTYPES
 from infinigen_jax.transfer.host_weights import in_host_memory
 
 READERS = 4  # layers read, and dequantised, at a time
@@ -23,10 +24,11 @@ READERS = 4  # layers read, and dequantised, at a time
 
 def check_room(folder: Path, architecture: Blueprint, weights: str) -> int | None:
     """Refuse weights that do not fit before reading any; return the bytes left, None if unknown."""
-    device, smaller = jax.devices()[0], ["a smaller model"]
+    device = jax.devices()[0]
     layers = [architecture.of(i).layer_shapes for i in range(architecture.config.num_layers)]
-    if not has_few_bits(architecture.layer_shapes):
-        smaller.insert(0, "`weight_dtype` int8")
+    form = small_dtype(architecture.layer_shapes) or "bfloat16"
+    smaller = [f"`weight_dtype` {x}" for x in WEIGHT_DTYPES[WEIGHT_DTYPES.index(form) + 1 :]]
+    smaller.append("a smaller model")
 
     def check(memory: str, needed: int, available: int | None, remedy: str = "") -> None:
         if available is not None and needed > available:

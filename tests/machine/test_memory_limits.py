@@ -235,7 +235,8 @@ def test_weights_that_the_host_has_no_room_for(monkeypatch):
     monkeypatch.setattr(room, "available_device_bytes", lambda device: on_device - 1)
     monkeypatch.setattr(room, "available_host_bytes", lambda: on_host)
     monkeypatch.setattr(room, "pinned_pool_limit_bytes", lambda device: None)
-    refuses("of memory, .*int8 or a smaller model$", room.check_room, *given, "host")
+    message = "of memory, .*int8, `weight_dtype` int4 or a smaller model$"
+    refuses(message, room.check_room, *given, "host")
 
 
 @pytest.mark.parametrize("vocabulary", [96, 96000])
