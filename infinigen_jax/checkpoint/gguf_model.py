@@ -53,8 +53,6 @@ END_OF_TURN = (
     *("<|end_of_text|>", "<|eom_id|>", "</s>"),
 )
 LOG_MULTIPLIER, TEMPERATURE = "rope.scaling.yarn_log_multiplier", "attention.temperature_scale"
-NORM = "norm.weight"
-FOUR_BITS = 5  # bits of a number and its share of the scales: Q4_1 has these, Q5_0 more
 CONTROL = 3  # kind of a token in tokenizer.ggml.token_type
 # Factors of rotary frequencies, which become settings.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -102,7 +100,7 @@ def open_tensors(file: GgufFile) -> dict[str, TensorSource]:
         parts = stored.split(".")  # blk, number, module, weight or bias
         reordered = len(parts) == 4 and (name in PERMUTED or columns)
         turned = heads.get(parts[2]) if reordered else None
-        shift = int(config.norms_minus_one and stored.endswith(NORM))
+        shift = int(config.norms_minus_one and stored.endswith("norm.weight"))
         read = functools.partial(_read, file, stored, turned, shift, columns)
         full, release = names.get(stored, stored), functools.partial(file.release, stored)
         sources[full] = TensorSource(full, file.path, tensor.shape, tensor.dtype, read, release)
@@ -117,16 +115,13 @@ def open_tensors(file: GgufFile) -> dict[str, TensorSource]:
     return sources
 
 
-def wide_tensors(file: GgufFile) -> set[str]:
-    """Return the matrices of layers in more than about four bits, by Hugging Face's names.
+def stored_bits(file: GgufFile) -> dict[str, float]:
+    """Return the bits of a number in each tensor, with its share of the scales.
 
-    A file such as Q4_K_M has some. In a file without matrices in four bits, none counts.
+    Names are Hugging Face's.
     """
     names = _names(file, read_config(file)[1])
-    layers = {n: t for n, t in file.tensors.items() if n.startswith("blk.")}
-    matrices = {n: t for n, t in layers.items() if len(t.shape) > 1 and not n.endswith(NORM)}
-    wide = {n for n, t in matrices.items() if 8 * t.size > FOUR_BITS * math.prod(t.shape)}
-    return set() if len(wide) == len(matrices) else {names.get(name, name) for name in wide}
+    return {names.get(n, n): 8 * t.size / math.prod(t.shape) for n, t in file.tensors.items()}
 
 
 def _names(file: GgufFile, config: ModelConfig) -> dict[str | None, str]:

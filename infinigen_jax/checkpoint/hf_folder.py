@@ -1,7 +1,7 @@
 """Reader of Hugging Face folders: `config.json`, then memory-mapped tensors one at a time.
 
 Weights may be `model.safetensors` or `pytorch_model.bin`, each single or sharded with an index.
-Nothing is loaded on opening: a `TensorSource` knows its shape and dtype and reads on request.
+Opening reads no weights: a `TensorSource` knows its shape and dtype and reads on request.
 `quantised` computes quantised matrices as they are read.
 """
 

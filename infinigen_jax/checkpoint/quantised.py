@@ -47,15 +47,18 @@ def dequantised(tensors: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
     """Replace quantised matrices and their scales by the float32 matrices that they stand for."""
     plain = dict(tensors)
     for name in tensors:
-        for ending, parts in PACKED.items():
+        for ending, endings in PACKED.items():
             if name.endswith(ending):
                 module = name.removesuffix(ending)
-                matrix = _unpacked(plain.pop(name), *(plain.pop(module + x, None) for x in parts))
-                plain[f"{module}.weight"] = matrix
+                words, parts = plain.pop(name), [plain.pop(module + x, None) for x in endings]
+                if (matrix := f"{module}.weight") in plain:
+                    raise InputError(f"{words.file}: {name} next to {matrix}; get the files again")
+                plain[matrix] = _unpacked(matrix, words, *parts)
     return _with_scales(plain)
 
 
 def _unpacked(
+    name: str,
     words: TensorSource,
     scale: TensorSource | None,
     zero: TensorSource | None,
@@ -65,39 +68,45 @@ def _unpacked(
     """Return the matrix whose codes are in `words`; `size` is its shape, in compressed-tensors."""
     parts = [part for part in (words, scale, zero, group, size) if part is not None]
     shapes = ", ".join(f"{part.name} {list(part.shape)} {part.dtype}" for part in parts)
-    misfit = InputError(f"{words.file}: parts do not fit: {shapes}; get the files again")
+    problem = f"damaged, or not one of the supported formats in 4 and 8 bits: {shapes}"
+    refusal = UnsupportedModelError(f"{words.file}: {problem}; get other files")
+    tables = words, scale or words, zero or words
     needed = size if words.name.endswith(COMPRESSED) else zero
-    if scale is None or needed is None or (size and size.shape != (2,)):
-        raise misfit
-    if any(len(part.shape) != 2 or 0 in part.shape for part in (words, scale, zero or words)):
-        raise misfit
+    if not scale or not needed or any(len(x.shape) != 2 or 0 in x.shape for x in tables):
+        raise refusal
     if size is not None:
-        form, codes = "compressed", int(size.read()[1]) // words.shape[1]
+        if size.shape != (2,) or size.dtype.kind != "i":
+            raise refusal
+        form, (outputs, inputs) = "compressed", map(int, size.read())
+        codes = _codes_in_word(inputs, words.shape[1])
     else:
         assert zero is not None
-        form = "awq" if words.shape[1] == zero.shape[1] else "gptq"
-        codes = scale.shape[1] // zero.shape[1]
-    if codes not in (4, 8):
-        problem = "only matrices in 4 or 8 bits are supported"
-        raise UnsupportedModelError(f"{words.file}: {problem}, not {shapes}")
-    packed = _Packed(form, codes, words, scale, zero, group)
-    shape = packed.shape
-    outputs, groups = packed.turned(scale.shape)
+        form, outputs = "awq" if words.shape[1] == zero.shape[1] else "gptq", scale.shape[1]
+        codes = _codes_in_word(outputs, zero.shape[1])
+        inputs = words.shape[0] * (1 if form == "awq" else codes)
+    packed = _Packed(form, codes, (outputs, inputs), words, scale, zero, group)
+    by_codes = -(-outputs // max(codes, 1))
+    groups = packed.turned(scale.shape)[1]
+    expected = (by_codes, inputs) if form == "awq" else (outputs, -(-inputs // max(codes, 1)))
     fits = [
-        outputs == shape[0],
-        zero is None or packed.turned(zero.shape) == (outputs // codes, groups),
-        size is None or tuple(size.read()) == shape,
+        codes > 0,
+        packed.turned(words.shape) == expected,
+        packed.turned(scale.shape) == (outputs, groups),
+        zero is None or packed.turned(zero.shape) == (by_codes, groups),
         words.dtype == np.int32 == (zero or words).dtype,
         scale.dtype.kind not in "iub",
-        shape[1] % groups == 0 if group is None else group.shape == shape[1:],
+        inputs % groups == 0 if group is None else group.shape == (inputs,),
         group is None or group.dtype.kind == "i",
     ]
     if not all(fits):
-        raise misfit
-    name, float32 = f"{words.name.rpartition('.')[0]}.weight", np.dtype(np.float32)
-    return TensorSource(
-        name, words.file, shape, float32, packed.read, words.release, bits=WORD // codes
-    )
+        raise refusal
+    float32, bits = np.dtype(np.float32), WORD // codes
+    return TensorSource(name, words.file, packed.shape, float32, packed.read, words.release, bits)
+
+
+def _codes_in_word(numbers: int, words: int) -> int:
+    """Return how many codes a word holds, if these words hold these numbers; 0 if they do not."""
+    return next((codes for codes in (8, 4) if -(-numbers // codes) == words), 0)
 
 
 class _Packed(NamedTuple):
@@ -109,31 +118,28 @@ class _Packed(NamedTuple):
 
     form: str
     codes: int
+    shape: tuple[int, int]
     words: TensorSource
     scale: TensorSource
     zero: TensorSource | None
     group: TensorSource | None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        height, width = self.turned(self.words.shape)
-        return (height * self.codes, width) if self.form == "awq" else (height, width * self.codes)
 
     def turned(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape if self.form == "compressed" else shape[::-1]
 
     def read(self) -> Float32[np.ndarray, "f e"]:
         """Return the matrix."""
-        table = self._decoded(self.words, 0 if self.form == "awq" else 1)
+        outputs, inputs = self.shape
+        table = self._decoded(self.words, 0 if self.form == "awq" else 1)[:outputs, :inputs]
         scales = self._array(self.scale).astype(np.float32)
         most = (1 << WORD // self.codes) - 1
         zeros = np.full(scales.shape, most // 2 + 1, np.uint8)
         if self.zero is not None:
-            zeros = self._decoded(self.zero, 0)
+            zeros = self._decoded(self.zero, 0)[:outputs]
         if self.form == "gptq":
             zeros = (zeros + 1) & most
-        groups = self._groups(table.shape[1], scales.shape[1])
-        values, step = np.empty(table.shape, np.float32), max(1, AT_ONCE // table.shape[1])
+        groups = self._groups(inputs, scales.shape[1])
+        values, step = np.empty(self.shape, np.float32), max(1, AT_ONCE // inputs)
         for start in range(0, len(values), step):
             rows = slice(start, start + step)
             values[rows] = table[rows]
@@ -172,10 +178,7 @@ class _Packed(NamedTuple):
 
 
 def _with_scales(tensors: dict[str, TensorSource]) -> dict[str, TensorSource]:
-    """Replace quantised matrices and their scales by the float32 matrices that they stand for.
-
-    A scale is one number, one per row, or one per block, whose height and width are powers of two.
-    """
+    """Replace matrices in FP8 or int8 by those that they stand for."""
     scales = {
         f"{name.removesuffix(ending)}.weight": tensors[name]
         for ending in SCALES
@@ -193,7 +196,7 @@ def _with_scales(tensors: dict[str, TensorSource]) -> dict[str, TensorSource]:
             )
     for name, scale in scales.items():
         matrix = plain.get(name)
-        if matrix is None or len(matrix.shape) != 2:
+        if matrix is None or matrix.bits or len(matrix.shape) != 2:
             raise InputError(f"{scale.file}: {scale.name} without a matrix; get the files again")
         parts = (scale.shape[0] if scale.shape else 1, math.prod(scale.shape[1:]))
         height, width = (

@@ -1,6 +1,5 @@
 """Sources of a conversion: a Hugging Face folder or a GGUF file."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,8 @@ from infinigen_jax.checkpoint.tensor_source import TensorSource
 from infinigen_jax.errors import InputError
 from infinigen_jax.files.regular import expanded, read_json
 from infinigen_jax.models import Blueprint, ModelConfig
+
+FOUR_BITS = 5  # bits of a number and its share of the scales: Q4_1 has these, Q5_0 more
 
 
 def is_gguf(path: Path) -> bool:
@@ -47,22 +48,27 @@ def wide_matrices(source: Path, architecture: Blueprint) -> frozenset[str]:
         given = read_json(manifest).get("wide")
         return frozenset(map(str, given) if isinstance(given, list) else ())
     specs = [spec for layer in expected(architecture).layers for spec in layer]
+    matrices = [spec for spec in specs if spec.path[1] == "weight"]
     if is_gguf(source):
-        wide = gguf_model.wide_tensors(GgufFile(source))
+        bits = gguf_model.stored_bits(GgufFile(source))
     else:
-        wide = _wide_tensors(source, architecture, [s.name for s in specs if s.path[1] == "weight"])
-    names = {spec.path[0] for spec in specs if spec.name in wide}
+        bits = _stored_bits(source, architecture)
+    wide = [spec.path[0] for spec in matrices if bits.get(spec.name, 0) > FOUR_BITS]
+    names = {*wide} if len(wide) < len(matrices) else set()
     # They are joined, see `models.linear`.
     return frozenset(names | {"q", "kv"} if names & {"q", "kv", "qkv"} else names)
 
 
-def _wide_tensors(folder: Path, architecture: Blueprint, matrices: Sequence[str]) -> set[str]:
+def _stored_bits(folder: Path, architecture: Blueprint) -> dict[str, int]:
+    """Return the bits of a number in each tensor of a folder; empty without matrices in four."""
     try:
-        sources = match(hf_folder.open_tensors(folder), architecture, folder)
+        tensors = hf_folder.open_tensors(folder)
+        if all(tensor.bits != 4 for tensor in tensors.values()):
+            return {}
+        sources = match(tensors, architecture, folder)
     except InputError:  # `plan` may have no weights; others are refused when they are read
-        return set()
-    wide = {name for name in matrices if sources[name].bits != 4}
-    return set() if len(wide) == len(matrices) else wide
+        return {}
+    return {name: x.bits or 8 * x.dtype.itemsize for name, x in sources.items()}
 
 
 def content_files(source: Path) -> dict[str, Path]:

@@ -262,14 +262,22 @@ def match(
 
 
 def read_tree(
-    specs: Sequence[TensorSpec], sources: Mapping[str, TensorSource], dtype: Any
+    specs: Sequence[TensorSpec],
+    sources: Mapping[str, TensorSource],
+    dtype: Any,
+    of_matrices: Any = None,
 ) -> Params:
-    """Read the parameters of the embedding or of a layer; see `Blueprint.complete`."""
+    """Read the parameters of the embedding or of a layer; see `Blueprint.complete`.
+
+    Those that may be small (`models.small_weights`) have the dtype `of_matrices`, if it is given.
+    """
     params: Params = {}
     for path in dict.fromkeys(spec.path for spec in specs):
         chosen = sorted((s for s in specs if s.path == path), key=lambda spec: spec.part)
         parts = [sources[spec.name].read() for spec in chosen]
-        params.setdefault(path[0], {})[path[1]] = _parameter(parts, chosen[0].gain, dtype)
+        small = path[1] == "weight" or path[0] == "tokens"
+        wanted = of_matrices if small and of_matrices is not None else dtype
+        params.setdefault(path[0], {})[path[1]] = _parameter(parts, chosen[0].gain, wanted)
     return params
 
 
@@ -303,7 +311,7 @@ def _renamed(stem: str, family: str) -> str:
 
 
 def _no_bias(tensor: TensorSource) -> bool:
-    """Whether a tensor is a bias of zeros, as GPTQ's files have for every matrix."""
+    """Whether a tensor is a bias of zeros, as some GPTQ files have for every matrix."""
     return tensor.name.endswith(".bias") and not np.any(tensor.read())
 
 

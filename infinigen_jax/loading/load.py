@@ -48,7 +48,7 @@ from infinigen_jax.machine.backend import start_backend
 from infinigen_jax.machine.memory_limits import return_freed_memory
 from infinigen_jax.models import Blueprint, ModelConfig, Params, blueprint
 from infinigen_jax.models.linear import join
-from infinigen_jax.models.small_weights import shrink
+from infinigen_jax.models.small_weights import read_dtype, shrink
 from infinigen_jax.numeric import OneOf, check_value, listed
 from infinigen_jax.settings.engine import WEIGHT_DTYPES, EngineOptions
 from infinigen_jax.settings.setting import check_setting
@@ -300,7 +300,8 @@ def _load_converted(
     verify_files(folder, manifest)
     config = config or read_config(folder)[1]
     skewing = read_skew(folder, manifest, config)
-    dtype, architecture = form.dtype, blueprint(config, form.dtype)
+    dtype, as_read = form.dtype, read_dtype(form.weight_dtype, form.dtype)
+    architecture = blueprint(config, dtype)
     form = form.of_source(source or folder, config)
     room = check_room(source or folder, form.blueprint(config), form.weights)
     tensors = open_tensors(source) if source else _listed_tensors(folder, manifest)
@@ -309,7 +310,7 @@ def _load_converted(
 
     def tree(tensors: list[TensorSpec]) -> Params:
         # The file may change, and its pages may be dropped, after the copies are complete.
-        read = jax.block_until_ready(read_tree(tensors, sources, dtype))
+        read = jax.block_until_ready(read_tree(tensors, sources, dtype, as_read))
         for tensor in tensors:
             sources[tensor.name].release()
         return read
@@ -321,7 +322,7 @@ def _load_converted(
     # The largest matrices, each made small before the next is read.
     for _, parts in itertools.groupby(specs.embedding, lambda spec: spec.path[0]):
         embedding |= jax.block_until_ready(form.matrices(tree(list(parts))))
-    with ThreadPoolExecutor(readers(architecture, room)) as pool:
+    with ThreadPoolExecutor(readers(blueprint(config, as_read), room)) as pool:
         layers = pool.map(layer, itertools.count(), specs.layers)
         params = {"embedding": embedding, "layers": list(layers)}
     jax.block_until_ready(params)

@@ -14,7 +14,7 @@ from infinigen_jax.machine.memory_limits import (
 )
 from infinigen_jax.messages import format_bytes
 from infinigen_jax.models import Blueprint, blueprint
-from infinigen_jax.models.small_weights import small_dtype
+from infinigen_jax.models.small_weights import read_dtype, small_dtype
 from infinigen_jax.numeric import listed
 from infinigen_jax.settings.engine import WEIGHT_DTYPES
 from infinigen_jax.transfer.host_weights import in_host_memory
@@ -26,8 +26,9 @@ def check_room(folder: Path, architecture: Blueprint, weights: str) -> int | Non
     """Refuse weights that do not fit before reading any; return the bytes left, None if unknown."""
     device = jax.devices()[0]
     layers = [architecture.of(i).layer_shapes for i in range(architecture.config.num_layers)]
-    form = small_dtype(architecture.layer_shapes) or "bfloat16"
-    smaller = [f"`weight_dtype` {x}" for x in WEIGHT_DTYPES[WEIGHT_DTYPES.index(form) + 1 :]]
+    form = small_dtype(architecture.layer_shapes)
+    place = WEIGHT_DTYPES.index(form or "bfloat16")
+    smaller = [f"`weight_dtype` {fewer}" for fewer in WEIGHT_DTYPES[place + 1 :]]
     smaller.append("a smaller model")
 
     def check(memory: str, needed: int, available: int | None, remedy: str = "") -> None:
@@ -47,8 +48,8 @@ def check_room(folder: Path, architecture: Blueprint, weights: str) -> int | Non
         needed -= max(0, moved - 2 * max(each))  # two layers' are on the device at a time
     elif device.platform != "cpu":
         smaller.append("`weights` host")
-    if small_dtype(architecture.layer_shapes) is not None:  # weights are read before they are small
-        whole = blueprint(architecture.config, architecture.dtype)
+    if form is not None:  # weights are read before they are small
+        whole = blueprint(architecture.config, read_dtype(form, architecture.dtype))
         largest = max(map(tree_bytes, whole.embedding_shapes.values()))
         needed = max(needed + _largest_layer(whole), embedding + largest)
     available = available_device_bytes(device)

@@ -1,4 +1,7 @@
-"""Cohere (Command R, Aya): attention and MLP side by side after one LayerNorm without bias."""
+"""Cohere (Command R, Aya): attention and MLP side by side after one LayerNorm without bias.
+
+In Command R+, queries and keys have norms as well, with a scale for each head.
+"""
 
 from typing import Any
 
@@ -14,14 +17,10 @@ DEFAULTS = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings"
 
 
 def config_from_hf(hf: HFConfig) -> ModelConfig:
-    norms = ("attention_norm", *(HEAD_NORMS if hf.get("use_qk_norm") else ()))  # of Command R+
-    rope = rope_from_hf(hf, interleaved=True, theta=5e5)
-    return cohere_from_hf(hf, rope=rope, norms=norms, head_norms="own")
+    return cohere_from_hf(hf, rope=rope_from_hf(hf, interleaved=True, theta=5e5))
 
 
-def cohere_from_hf(
-    hf: HFConfig, norms: tuple[str, ...] = ("attention_norm",), **settings: Any
-) -> ModelConfig:
+def cohere_from_hf(hf: HFConfig, **settings: Any) -> ModelConfig:
     """Return the configuration of a version of Cohere's models.
 
     Some files have the real context in `model_max_length`, beyond `max_position_embeddings`.
@@ -29,7 +28,8 @@ def cohere_from_hf(
     most = max(positive(hf, "max_position_embeddings"), positive(hf, "model_max_length", default=1))
     return relative_from_hf(
         hf | {"max_position_embeddings": most},
-        norms=norms,
+        norms=("attention_norm", *(HEAD_NORMS if hf.get("use_qk_norm") else ())),
+        head_norms="own",
         epsilon="layer_norm_eps",
         layer_norms=True,
         norm_biases=False,

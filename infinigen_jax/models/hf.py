@@ -226,7 +226,8 @@ def _check_quantisation(settings: Any) -> None:
             f"use weights that are not quantised, in {listed(QUANTISED)}, or a .gguf file"
         )
     blocks = [settings.get("weight_block_size")]
-    for group in (settings.get("config_groups") or {}).values():
+    groups = {} if kind == "pack-quantized" else settings.get("config_groups") or {}
+    for group in groups.values():
         weights = group.get("weights") or {}
         blocks += [weights.get("block_structure"), [weights.get("group_size") or 1]]
     for size in (size for block in blocks for size in block or ()):
@@ -237,10 +238,10 @@ def _check_quantisation(settings: Any) -> None:
 
 def _quantisation(settings: Mapping[str, Any]) -> str:
     """Return the name of a format of quantised weights, with its layout unless it is read."""
-    method = str(settings.get("quant_method"))
+    method = str(settings.get("quant_method")).lower()
     if method in LAYOUTS:
-        layout = settings.get("checkpoint_format") or settings.get("version") or LAYOUTS[method]
-        layout = str(layout).lower()
+        given = (settings.get(name) for name in ("checkpoint_format", "version", "format"))
+        layout = str(next(filter(None, given), LAYOUTS[method])).lower()
         return method if layout == LAYOUTS[method] else f"{method} ({layout})"
     names = ("format", "quant_algo", "quant_method")
     return str(next((settings[name] for name in names if name in settings), "unknown"))

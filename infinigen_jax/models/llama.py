@@ -87,8 +87,9 @@ class Layer(nnx.Module):
         for name in c.norms:
             shape: tuple[int, ...] = (c.hidden_size,)
             if name in heads:
-                kinds = {"each": (c.head_dim,), "own": (heads[name], c.head_dim)}
-                shape = kinds.get(c.head_norms, (heads[name] * c.head_dim,))
+                size = c.head_dim
+                kinds = {"each": (size,), "own": (heads[name], size), "all": (heads[name] * size,)}
+                shape = kinds[c.head_norms]
             setattr(self, name, Norm(shape, c, dtype))
         if c.layer_ropes:
             self.rotation = Rotation(c.head_dim, any(r and r.interleaved for r in c.layer_ropes))

@@ -201,5 +201,5 @@ def _turned(
 
 
 def as_last(values: np.ndarray | Array, leading: int) -> Float[Array, "*one p"]:
-    """Add axes in front, so that values broadcast along the last axes, after `leading` others."""
+    """Add axes in front, for `leading + 1` in all, so that values broadcast along the last ones."""
     return jnp.asarray(values).reshape((1,) * (leading + 1 - values.ndim) + values.shape)

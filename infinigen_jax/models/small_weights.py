@@ -62,6 +62,11 @@ def has_few_bits(params: Params) -> bool:
     return small_dtype(params) in ("int8", "int4")
 
 
+def read_dtype(weight_dtype: str | None, dtype: jnp.dtype) -> jnp.dtype:
+    """Return the dtype in which matrices are read: few bits are not exact if rounded twice."""
+    return jnp.dtype(jnp.float32) if weight_dtype in ("int8", "int4") else dtype
+
+
 def shrink(params: Params, dtype: str, wide: Set[str] = frozenset()) -> Params:
     """Return the parameters of a layer or an embedding with small matrices."""
     matrices = {n for n, part in params.items() if "weight" in part or "codes" in part} | {"tokens"}

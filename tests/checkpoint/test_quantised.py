@@ -13,7 +13,10 @@ from safetensors.torch import save_file
 from tiny import TinyModel, logits_of, refuses, take_tensors
 
 from infinigen_jax import load
+from infinigen_jax.checkpoint import quantised
 from infinigen_jax.checkpoint.hf_folder import open_tensors
+from infinigen_jax.checkpoint.manifest import read_manifest
+from infinigen_jax.checkpoint.tensor_source import TensorSource
 from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.models.small_weights import rows_of, small_form
 
@@ -105,7 +108,8 @@ def check_conversions(made: TinyModel, out: Path) -> None:
 @pytest.mark.parametrize(
     ("form", "bits"), [*((form, 4) for form in FORMS), ("compressed", 8), ("gptq", 8)]
 )
-def test_packed_matrices_are_scales_times_codes_without_zeros(form, bits, tiny, tmp_path):
+def test_packed_matrices_are_scales_times_codes_less_zeros(form, bits, tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(quantised, "AT_ONCE", 1000)
     made = tiny("llama", hidden_size=64, intermediate_size=96)
     quantise(made, form, bits)
     check_conversions(made, tmp_path)
@@ -118,32 +122,82 @@ def test_int4_holds_packed_matrices_exactly_and_others_in_int8(form, tiny, tmp_p
     expected = open_tensors(made.folder)
     for dtype in None, "float32":
         out = convert(made.folder, tmp_path / str(dtype), skew="none", dtype=dtype)
-        for number, layer in enumerate(load(out, weight_dtype="int4").params["layers"]):
+        model = load(out, "bfloat16", weight_dtype="int4")
+        assert model.params["layers"][0]["attention_norm"]["scale"].dtype == "bfloat16"
+        for number, layer in enumerate(model.params["layers"]):
             assert small_form(layer) == ("int4", {"down"})
             matrix = expected[f"model.layers.{number}.self_attn.o_proj.weight"].read()
             np.testing.assert_allclose(rows_of(layer["o"], 64), matrix, rtol=0, atol=1e-6)
 
 
+def test_a_folder_in_four_bits_alone_has_no_matrix_in_more(tiny, tmp_path):
+    made = tiny("llama", hidden_size=64, intermediate_size=96)
+    quantise(made, "gptq", 4)
+    assert read_manifest(convert(made.folder, tmp_path / "out", skew="none")).wide == []
+
+
+def matrix_of(**parts: np.ndarray) -> np.ndarray:
+    sources = {
+        f"a.{part}": TensorSource(f"a.{part}", Path("x"), x.shape, x.dtype, x.copy)
+        for part, x in parts.items()
+    }
+    return quantised.dequantised(sources)["a.weight"].read()
+
+
+def test_words_of_known_codes():
+    """Codes 0 to 7 of eight outputs with one input, less 8, and of one output or more with eight."""
+    scales = np.ones((1, 8), np.float16)
+    awq, zeros = np.array([[0x75316420]], np.int32), np.array([[-0x77777778]], np.int32)
+    codes = np.arange(8)[:, None] - 8
+    np.testing.assert_array_equal(matrix_of(qweight=awq, scales=scales, qzeros=zeros), codes)
+    word, zeros = np.array([[0x76543210]], np.int32), np.array([[0x77777777]], np.int32)
+    made = matrix_of(qweight=np.tile(word, 8), scales=scales, qzeros=zeros)
+    np.testing.assert_array_equal(made, np.tile(codes.T, (8, 1)))
+    size, scale = np.array([1, 8]), np.ones((1, 1), np.float16)
+    made = matrix_of(weight_packed=word, weight_scale=scale, weight_shape=size)
+    np.testing.assert_array_equal(made, codes.T)
+
+
+@pytest.mark.parametrize("form", ["compressed", "gptq"])
+def test_sizes_that_are_no_multiples(form):
+    """Words hold padding; the last of GPTQ's groups is shorter."""
+    parts, values = packed(form, 4, (16, 96))
+    arrays = {name: x.numpy() for name, x in parts.items() if name != "bias"}
+    if form == "gptq":
+        arrays["qweight"], arrays["g_idx"] = arrays["qweight"][:10], arrays["g_idx"][:80]
+        values = values[:, :80]
+    else:
+        arrays["weight_scale"], values = arrays["weight_scale"][:13], values[:13]
+        arrays["weight_packed"], arrays["weight_shape"] = arrays["weight_packed"][:13], [13, 96]
+        arrays["weight_shape"] = np.array([13, 96])
+    np.testing.assert_array_equal(matrix_of(**arrays), values)
+
+
+DAMAGED = "damaged, or not one of the supported formats"
 DAMAGE: list[tuple[str, str, Any, str]] = [
-    ("gptq", "scales", None, "parts do not fit"),
-    ("gptq", "qzeros", None, "parts do not fit"),
-    ("gptq", "qzeros", lambda x: x[:1], "parts do not fit"),
-    ("gptq", "qweight", lambda x: x[None], "parts do not fit"),
-    ("gptq", "qweight", lambda x: x[:, :16].contiguous(), "parts do not fit"),
-    ("gptq", "qweight", lambda x: x.long(), "parts do not fit: .*int64"),
-    ("gptq", "scales", lambda x: x.int(), "parts do not fit"),
-    ("gptq", "g_idx", lambda x: x[1:], "parts do not fit"),
+    ("gptq", "scales", None, DAMAGED),
+    ("gptq", "qzeros", None, DAMAGED),
+    ("gptq", "qzeros", lambda x: x[:1], DAMAGED),
+    ("gptq", "qweight", lambda x: x[None], DAMAGED),
+    ("gptq", "qweight", lambda x: x[:, :16].contiguous(), DAMAGED),
+    ("gptq", "qweight", lambda x: x.long(), "damaged, .*int64"),
+    ("gptq", "scales", lambda x: x.int(), DAMAGED),
+    ("gptq", "g_idx", lambda x: x[1:], DAMAGED),
     ("gptq", "g_idx", lambda x: x - 1, "groups other than 0 to"),
     ("gptq", "g_idx", lambda x: x + 1, "groups other than 0 to"),
-    ("gptq", "qzeros", lambda x: x.repeat(1, 4), "only matrices in 4 or 8 bits"),
+    ("gptq", "qzeros", lambda x: x.repeat(1, 4), DAMAGED),
     ("gptq", "bias", lambda x: x + 1, r"unexpected: .*\.bias"),
-    ("awq", "scales", lambda x: x.T.contiguous(), "only matrices in 4 or 8 bits"),
-    ("compressed", "weight_shape", None, "parts do not fit"),
-    ("compressed", "weight_shape", lambda x: x[:1], "parts do not fit"),
-    ("compressed", "weight_shape", lambda x: -x, "only matrices in 4 or 8 bits"),
-    ("compressed", "weight_shape", lambda x: x + 8, "parts do not fit"),
-    ("compressed", "weight_scale", lambda x: x.repeat(1, 3), "parts do not fit"),
-    ("symmetric", "weight_scale", lambda x: x[:, :1].repeat(1, 5), "parts do not fit"),
+    ("awq", "scales", lambda x: x.T.contiguous(), DAMAGED),
+    ("awq", "qzeros", lambda x: x.long(), DAMAGED),
+    ("awq", "scales", lambda x: x[:0], DAMAGED),
+    ("gptq", "g_idx", lambda x: x.float(), DAMAGED),
+    ("compressed", "weight_shape", lambda x: x.float() * torch.inf, DAMAGED),
+    ("compressed", "weight_shape", None, DAMAGED),
+    ("compressed", "weight_shape", lambda x: x[:1], DAMAGED),
+    ("compressed", "weight_shape", lambda x: -x, DAMAGED),
+    ("compressed", "weight_shape", lambda x: x + 8, DAMAGED),
+    ("compressed", "weight_scale", lambda x: x.repeat(1, 3), DAMAGED),
+    ("symmetric", "weight_scale", lambda x: x[:, :1].repeat(1, 5), DAMAGED),
     ("symmetric", "weight_packed", None, "weight_scale without a matrix"),
 ]
 
@@ -201,5 +255,7 @@ def test_quantised_matrices_are_multiplied_by_their_scales(
     refused("safetensors: model.norm.weight_scale without a matrix", tensors | more)
     refused("safetensors: .*: scales in uint8 are not supported", tensors | {scale: exponents})
     refused("_zero_point: matrices with zero points", tensors | {f"{name}_zero_point": exponents})
+    doubled = {f"{name.removesuffix('weight')}qweight": torch.ones(8, 8, dtype=torch.int32)}
+    refused(r"qweight next to .*\.weight", tensors | doubled)
     tensors.pop(scale)
     refused("not floating point" if dtype == torch.int8 else "in FP8 without a scale", tensors)

@@ -189,6 +189,7 @@ ALPHA = {"type": "dynamic", "factor": 1.0, "alpha": 50.0}
 EXAONE = of("exaone4", num_key_value_heads=2)
 TWICE = "rope_scaling that contradicts rope_parameters"
 AWQ = {"quant_method": "awq"}
+MARLIN = {"quant_method": "GPTQ", "format": "marlin"}
 GPTQ_V2 = {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}
 FP8: dict[str, Any] = {"quant_method": "fp8"}
 GROUPS = {"format": "int-quantized", "config_groups": {"a": {"weights": {"group_size": 48}}}}
@@ -227,6 +228,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("num_local_experts", of("llama", num_local_experts=8)),
     ("format 'awq (gemv)'", of("llama", quantization_config=AWQ | {"version": "GEMV"})),
     ("format 'gptq (gptq_v2)'", of("llama", quantization_config=GPTQ_V2)),
+    ("format 'awq (gemv)'", of("llama", quantization_config=AWQ | {"format": "gemv"})),
+    ("format 'gptq (marlin)'", of("llama", quantization_config=MARLIN)),
     ("format 'bitsandbytes'", of("llama", quantization_config={"quant_method": "bitsandbytes"})),
     ("blocks of 96", of("llama", quantization_config=FP8 | {"weight_block_size": [96, 96]})),
     ("blocks of 48", of("llama", quantization_config=GROUPS)),
