@@ -145,7 +145,7 @@ def matrix_of(**parts: np.ndarray) -> np.ndarray:
 
 
 def test_words_of_known_codes():
-    """Codes 0 to 7 of eight outputs with one input, less 8, and of one output or more with eight."""
+    """Codes 0 to 7, less 8: of eight outputs with one input, and of outputs with eight inputs."""
     scales = np.ones((1, 8), np.float16)
     awq, zeros = np.array([[0x75316420]], np.int32), np.array([[-0x77777778]], np.int32)
     codes = np.arange(8)[:, None] - 8
