@@ -156,8 +156,8 @@ SIZES: Titled = [
     for tokens, budget, result in (
         ("2,048 tokens", 0.05, "policies-{text}-2048"),
         ("4,096 tokens", 0.02, "budgets-{text}-4096"),
-        ("4,096 tokens", 0.05, "policies-{text}-4096"),
-        ("4,096 tokens", 0.1, "budgets-{text}-4096"),
+        ("4,096 tokens", 0.05, "windows-{text}-4096"),
+        ("4,096 tokens", 0.1, "windows-{text}-4096"),
         ("8,192 tokens", 0.05, "policies-{text}-8192"),
         ("8,192 tokens", 0.1, "policies-{text}-8192"),
     )
