@@ -84,12 +84,12 @@ def _unpacked(
         form, outputs = "awq" if words.shape[1] == zero.shape[1] else "gptq", scale.shape[1]
         codes = _codes_in_word(outputs, zero.shape[1])
         inputs = words.shape[0] * (1 if form == "awq" else codes)
+    if codes == 0 or (form == "awq" and codes != len(AWQ_PLACES)):
+        raise refusal
     packed = _Packed(form, codes, (outputs, inputs), words, scale, zero, group)
-    by_codes = -(-outputs // max(codes, 1))
-    groups = packed.turned(scale.shape)[1]
-    expected = (by_codes, inputs) if form == "awq" else (outputs, -(-inputs // max(codes, 1)))
+    by_codes, groups = -(-outputs // codes), packed.turned(scale.shape)[1]
+    expected = (by_codes, inputs) if form == "awq" else (outputs, -(-inputs // codes))
     fits = [
-        codes > 0,
         packed.turned(words.shape) == expected,
         packed.turned(scale.shape) == (outputs, groups),
         zero is None or packed.turned(zero.shape) == (by_codes, groups),
