@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from infinigen_jax.checkpoint.quantised import dequantised
+from infinigen_jax.checkpoint.quantised import check_quantisation, dequantised
 from infinigen_jax.checkpoint.safetensors import SafetensorsFile
 from infinigen_jax.checkpoint.tensor_source import TensorSource
 from infinigen_jax.checkpoint.torch_file import TorchFile
@@ -101,6 +101,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
                 heads = (name.endswith("lm_head.weight") for name in open_tensors(folder))
                 hf["tie_word_embeddings"] = not any(heads)
         config = config_from_hf(hf)
+        check_quantisation(hf.get("quantization_config"))
     generation = folder / "generation_config.json"
     settings = read_json(generation) if os.path.lexists(generation) else {}
     if settings.get("eos_token_id") is None:

@@ -16,7 +16,7 @@ scale * (code - zero). GPTQ stores zeros less one. AWQ's words hold eight neighb
 import functools
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float32, Int, UInt8
@@ -24,7 +24,15 @@ from jaxtyping import Float32, Int, UInt8
 from infinigen_jax.checkpoint.safetensors import DTYPES
 from infinigen_jax.checkpoint.tensor_source import TensorSource
 from infinigen_jax.errors import InputError, UnsupportedModelError
+from infinigen_jax.models.hf import refuse_unless
+from infinigen_jax.numeric import listed
 
+# Formats, by their names in config.json.
+QUANTISED = (
+    *("fp8", "fbgemm_fp8", "float-quantized", "int-quantized", "naive-quantized"),
+    *("pack-quantized", "gptq", "awq"),
+)
+LAYOUTS = {"gptq": "gptq", "awq": "gemm"}  # those that are read, of several
 # Endings of the names of scales: of a quantised matrix, and of what this package does not quantise.
 SCALES = (".weight_scale", ".weight_scale_inv")
 OTHER_SCALES = (
@@ -41,6 +49,38 @@ FP8 = DTYPES["F8_E4M3"]
 WORD = 32  # bits
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of neighbours in a word
 AT_ONCE = 2**22  # numbers computed at a time, to bound the temporaries
+
+
+def check_quantisation(settings: Any) -> None:
+    """Refuse a `quantization_config` of weights that this module does not read."""
+    if not settings:
+        return
+    kind = _quantisation(settings if isinstance(settings, dict) else {})
+    if kind.lower() not in QUANTISED:
+        raise UnsupportedModelError(
+            f"config.json: quantization_config: weights in the format {kind!r} are not supported; "
+            f"use weights that are not quantised, in {listed(QUANTISED)}, or a .gguf file"
+        )
+    blocks = [settings.get("weight_block_size")]
+    groups = {} if kind == "pack-quantized" else settings.get("config_groups") or {}
+    for group in groups.values():
+        weights = group.get("weights") or {}
+        blocks += [weights.get("block_structure"), [weights.get("group_size") or 1]]
+    for size in (size for block in blocks for size in block or ()):
+        # `_with_scales` derives the size from the shapes of matrix and scale.
+        power_of_two = size < 1 or size & (size - 1) == 0
+        refuse_unless(power_of_two, f"quantization_config: blocks of {size}")
+
+
+def _quantisation(settings: Mapping[str, Any]) -> str:
+    """Return the name of a format of quantised weights, with its layout unless it is read."""
+    method = str(settings.get("quant_method")).lower()
+    if method in LAYOUTS:
+        given = (settings.get(name) for name in ("checkpoint_format", "version", "format"))
+        layout = str(next(filter(None, given), LAYOUTS[method])).lower()
+        return method if layout == LAYOUTS[method] else f"{method} ({layout})"
+    names = ("format", "quant_algo", "quant_method")
+    return str(next((settings[name] for name in names if name in settings), "unknown"))
 
 
 def dequantised(tensors: Mapping[str, TensorSource]) -> dict[str, TensorSource]:

@@ -9,7 +9,6 @@ from typing import Any, Literal
 from infinigen_jax.errors import InputError, UnsupportedModelError
 from infinigen_jax.models.base import ACTIVATIONS, HFConfig, ModelConfig
 from infinigen_jax.models.rope import Rope
-from infinigen_jax.numeric import listed
 
 SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of `layer_types`
 
@@ -31,12 +30,6 @@ UNSUPPORTED = (
     *("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
 )
 BIASES = ("attention_bias", "mlp_bias")
-# Formats of quantised matrices in Hugging Face folders that `checkpoint.quantised` reads.
-QUANTISED = (
-    *("fp8", "fbgemm_fp8", "float-quantized", "int-quantized", "naive-quantized"),
-    *("pack-quantized", "gptq", "awq"),
-)
-LAYOUTS = {"gptq": "gptq", "awq": "gemm"}  # those that are read, of several
 MOST_LAYERS = 10_000  # bounds the lists with an entry per layer
 LARGEST = (1 << 31) - 1  # bounds all other sizes, which index arrays
 
@@ -189,7 +182,6 @@ def common_settings(hf: HFConfig, *, mlp: str) -> dict[str, Any]:
 
     Features that no family implements are refused, whatever `model_type` says.
     """
-    _check_quantisation(hf.get("quantization_config") or {})
     for name in UNSUPPORTED:
         given = f"{name}={hf.get(name)}"
         what = f"mixture of experts ({given})" if "experts" in name else given
@@ -213,38 +205,6 @@ def common_settings(hf: HFConfig, *, mlp: str) -> dict[str, Any]:
         "bos_id": _token(hf.get("bos_token_id"), "bos_token_id", vocabulary),
         "eos_ids": end_tokens(hf, vocabulary),
     }
-
-
-def _check_quantisation(settings: Any) -> None:
-    """Refuse quantised weights that `checkpoint.quantised` does not read."""
-    if not settings:
-        return
-    kind = _quantisation(settings if isinstance(settings, dict) else {})
-    if kind.lower() not in QUANTISED:
-        raise UnsupportedModelError(
-            f"config.json: quantization_config: weights in the format {kind!r} are not supported; "
-            f"use weights that are not quantised, in {listed(QUANTISED)}, or a .gguf file"
-        )
-    blocks = [settings.get("weight_block_size")]
-    groups = {} if kind == "pack-quantized" else settings.get("config_groups") or {}
-    for group in groups.values():
-        weights = group.get("weights") or {}
-        blocks += [weights.get("block_structure"), [weights.get("group_size") or 1]]
-    for size in (size for block in blocks for size in block or ()):
-        # `checkpoint.quantised` derives the size from the shapes of matrix and scale.
-        power_of_two = size < 1 or size & (size - 1) == 0
-        refuse_unless(power_of_two, f"quantization_config: blocks of {size}")
-
-
-def _quantisation(settings: Mapping[str, Any]) -> str:
-    """Return the name of a format of quantised weights, with its layout unless it is read."""
-    method = str(settings.get("quant_method")).lower()
-    if method in LAYOUTS:
-        given = (settings.get(name) for name in ("checkpoint_format", "version", "format"))
-        layout = str(next(filter(None, given), LAYOUTS[method])).lower()
-        return method if layout == LAYOUTS[method] else f"{method} ({layout})"
-    names = ("format", "quant_algo", "quant_method")
-    return str(next((settings[name] for name in names if name in settings), "unknown"))
 
 
 def end_tokens(hf: HFConfig, vocabulary: int) -> tuple[int, ...]:
