@@ -123,7 +123,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", required=True, metavar="DIR", help="converted folder")
     add("--gguf", type=Path, required=True, metavar="FILE", help="its GGUF file, for llama.cpp")
     add("--texts", nargs="+", type=Path, required=True, metavar="F", help="encyclopaedia, book")
-    add("--windows", type=int, default=4, help="windows of each text (default 4)")
+    more = "windows of each text, four times as many in windows-* (default 4)"
+    add("--windows", type=int, default=4, help=more)
     add("--only", nargs="+", metavar="NAME", help="measurements, such as policies-wiki-4096")
     add("--out", type=Path, default=RESULTS / "real-model", metavar="DIR", help="result folder")
     return parser

@@ -48,7 +48,7 @@ def wide_matrices(source: Path, architecture: Blueprint) -> frozenset[str]:
         given = read_json(manifest).get("wide")
         return frozenset(map(str, given) if isinstance(given, list) else ())
     specs = [spec for layer in expected(architecture).layers for spec in layer]
-    matrices = [spec for spec in specs if spec.path[1] == "weight"]
+    matrices = [spec for spec in specs if spec.is_matrix]
     if is_gguf(source):
         bits = gguf_model.stored_bits(GgufFile(source))
     else:

@@ -165,6 +165,11 @@ class TensorSpec(NamedTuple):
     part: int = 0
     gain: bool = False
 
+    @property
+    def is_matrix(self) -> bool:
+        """Whether its parameter can be small, see `models.small_weights.shrink`."""
+        return self.path[1] == "weight" or self.path[0] == "tokens"
+
 
 class TensorSpecs(NamedTuple):
     """Every tensor of a model, grouped like the parameters."""
@@ -269,14 +274,13 @@ def read_tree(
 ) -> Params:
     """Read the parameters of the embedding or of a layer; see `Blueprint.complete`.
 
-    Those that may be small (`models.small_weights`) have the dtype `of_matrices`, if it is given.
+    Matrices (`TensorSpec.is_matrix`) have the dtype `of_matrices`, if it is given.
     """
     params: Params = {}
     for path in dict.fromkeys(spec.path for spec in specs):
         chosen = sorted((s for s in specs if s.path == path), key=lambda spec: spec.part)
         parts = [sources[spec.name].read() for spec in chosen]
-        small = path[1] == "weight" or path[0] == "tokens"
-        wanted = of_matrices if small and of_matrices is not None else dtype
+        wanted = dtype if of_matrices is None or not chosen[0].is_matrix else of_matrices
         params.setdefault(path[0], {})[path[1]] = _parameter(parts, chosen[0].gain, wanted)
     return params
 

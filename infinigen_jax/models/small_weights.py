@@ -33,6 +33,7 @@ AT_ONCE = 2**24  # numbers made int4 at a time, because temporaries take several
 FEW_ROWS = 16  # rows up to which `product` beats a product with the decoded matrix
 UNITS = (1.0, 1 / 16)  # of the low and the high bits of a byte, as `_decoded` returns them
 LEVELS = (8, 15)  # least and most steps between the ends of an int4 group
+FEW_BITS = WEIGHT_DTYPES[1:]
 CODES = {
     jnp.dtype(codes): name
     for codes, name in zip(("uint16", "int8", "uint8"), WEIGHT_DTYPES, strict=True)
@@ -59,12 +60,12 @@ def small_dtype(params: Params) -> str | None:
 
 def has_few_bits(params: Params) -> bool:
     """Return whether the matrices of a layer have fewer bits than bfloat16."""
-    return small_dtype(params) in ("int8", "int4")
+    return small_dtype(params) in FEW_BITS
 
 
 def read_dtype(weight_dtype: str | None, dtype: jnp.dtype) -> jnp.dtype:
     """Return the dtype in which matrices are read: few bits are not exact if rounded twice."""
-    return jnp.dtype(jnp.float32) if weight_dtype in ("int8", "int4") else dtype
+    return jnp.dtype(jnp.float32) if weight_dtype in FEW_BITS else dtype
 
 
 def shrink(params: Params, dtype: str, wide: Set[str] = frozenset()) -> Params:
