@@ -304,7 +304,7 @@ def plain_pass(
         scores = np.where(seen, np.einsum("bqhd,bkhd->bhqk", q, keys), -np.inf)
         weights = softmax(scores, axis=-1)
         o = jnp.asarray(np.einsum("bhqk,bkhd->bqhd", weights, values), jnp.float32)
-        output = layer.attention_output(o)
+        output = layer.attention_output(o, a)
         layers.append(PlainLayer(a, weights, values, layer, np.asarray(output)))
         x = x + output
         x = layer.after_mlp(x, a)

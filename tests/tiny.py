@@ -32,6 +32,11 @@ COMMON |= {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
 LLAMA = {"model_type": "llama", "vocab_size": 96, "hidden_size": 8, "intermediate_size": 8}
 LLAMA |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64}
 
+VISION: dict[str, Any] = {
+    **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 28},
+    **{"num_attention_heads": 2, "patch_size": 14},
+    **{"depth": 1, "num_heads": 2, "out_hidden_size": 48, "deepstack_visual_indexes": [0]},
+}
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = [int(i) for i in np.random.default_rng(1).integers(3, 96, 40)]  # for calibration
 
@@ -59,9 +64,12 @@ def make_tiny(folder: Path, family: str, seed: int = 0, **settings: Any) -> Tiny
         sizes = {"ffn_dim": 56, "word_embed_proj_dim": COMMON["hidden_size"]}
     torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(family, **(COMMON | sizes | settings))
+    build = transformers.AutoModelForCausalLM
+    if family == "muse_glimmer_text":  # transformers has it only with images
+        config = transformers.MuseGlimmerConfig(text_config=config, vision_config=VISION)
+        build = transformers.AutoModelForImageTextToText
     # The plain implementation; others leave soft caps out.
-    build = transformers.AutoModelForCausalLM.from_config
-    model = build(config, attn_implementation="eager").eval()
+    model = build.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             norm = "norm" in name and name.endswith("weight")

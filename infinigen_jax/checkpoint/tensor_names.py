@@ -47,7 +47,8 @@ HARMLESS = (
 # Unused parts: of models of text and images, and drafters.
 UNUSED = (
     *("vision_tower.", "multi_modal_projector.", "visual.", "embed_vision.", "audio_tower."),
-    *("embed_audio.", "vision_embedder.", "mtp."),
+    *("embed_audio.", "vision_embedder.", "vision_adapter.", "vision_projection."),
+    *("vision_tokenizer.", "audio_tokenizer.", "mtp."),
 )
 LISTED = 20  # tensors named per kind of error
 # Endings of names in files, by names of parameters, in the order of written files.
@@ -103,6 +104,7 @@ TABLES = {
     **dict.fromkeys(("exaone4", "olmo2", "olmo3"), OLMO),
     **dict.fromkeys(("gemma2", "gemma3", "vaultgemma"), GEMMA),
     "gemma4": [*GEMMA, Rule("", "output")],
+    "muse_glimmer": [*GEMMA, Rule("self_attn.gate_proj", "gate")],
     "apertus": [
         Rule("attention_layernorm", "attention_norm"),
         Rule("feedforward_layernorm", "mlp_norm"),
@@ -206,7 +208,8 @@ def expected(blueprint: Blueprint) -> TensorSpecs:
                     name = name if rule.module == "head" else prefix + name
                     size, *others = leaves[leaf].shape
                     shape, path = (size // rule.parts, *others), (rule.module, leaf)
-                    gain = config.norms_minus_one and leaf == "scale"
+                    plain = rule.module == "norm" and config.plain_final_norm
+                    gain = config.norms_minus_one and leaf == "scale" and not plain
                     found.append(TensorSpec(name, shape, path, rule.part, gain))
         return found
 

@@ -254,14 +254,14 @@ def _step(config: ModelConfig, source: str, sliding: int | None) -> Callable[...
             *block_products(keys, values, valid & (positions >= SINKS)),
         )
         attended = attend(queries, keys, values, window=sliding)
-        attended_state = x + layer.attention_output(attended)
+        attended_state = x + layer.attention_output(attended, a)
 
         stand_in = a
         if source == "resident":
             recent = RECENT if sliding is None else min(RECENT, sliding)
             sinks = SINKS if sliding is None else 0
             near = attend(queries, keys, values, window=recent, sinks=sinks)
-            stand_in = x + layer.attention_output(near)
+            stand_in = x + layer.attention_output(near, a)
         seen = (a, stand_in, x, queries, keys, values)
         return layer.after_mlp(attended_state, a), sums, seen
 

@@ -46,9 +46,10 @@ def squared_errors(
     """
     layer, cap = blueprint(config, jnp.float32).layer(params), config.attention_softcap
 
-    def output(o: Float[Array, "*b k n g d"]) -> Float[Array, "*b n e"]:
+    def output(o: Float[Array, "*b k n g d"], a: Float[Array, "n e"]) -> Float[Array, "*b n e"]:
         o = jnp.moveaxis(o, -4, -3)
-        return layer.attention_output(o.reshape(*o.shape[:-3], config.num_heads, -1))
+        a = jnp.broadcast_to(a, (*o.shape[:-3], a.shape[-1]))
+        return layer.attention_output(o.reshape(*o.shape[:-3], config.num_heads, -1), a)
 
     def window(arrays: Any) -> tuple[Float[Array, ""], Float[Array, "n m"]]:
         x, *choosers, key, value, valid_tokens = arrays
@@ -57,7 +58,8 @@ def squared_errors(
         at = jnp.maximum(at, 0)
         choosers = tuple(config.grouped(q[at]) for q in choosers)
         exact, sparse = _attended(choosers, key, value, at, cap)
-        exact, sparse = output(exact), output(sparse)
+        a = layer.attention_input(x[at])
+        exact, sparse = output(exact, a), output(sparse, a)
         errors = jnp.sum(jnp.square(sparse - exact[None, None]), axis=(-2, -1))
         norm = jnp.sum(jnp.square(x[at] + exact))
         long = count >= SHORTEST

@@ -68,17 +68,19 @@ class Decoder(Layout):
             key, value = layer.key_value(a, positions)
             q = self.tie(started, q)
             rows = rows.write(key, value)
-            started, q = self.request_by_resident(inputs, started, carry.x, q, rows, hot)
+            started, q = self.request_by_resident(inputs, started, carry.x, a, q, rows, hot)
             o, rows, counts = rows.attend(q, carry)
-            x = carry.x + self.output(layer, o)
+            x = carry.x + self.output(layer, o, a)
         with jax.named_scope("mlp"):
             x = layer.after_mlp(x, a)
         carry, hot = self.wait(started, Carry(x, None, counts), hot)
         return carry, LayerState(rows.local, hot, rows.observed)
 
-    def output(self, layer: Layer, o: Float[Array, "b k g d"]) -> Float[Array, "b e"]:
-        """Project the attention of all heads back to the hidden size."""
-        return layer.attention_output(o.reshape(o.shape[0], self.config.num_heads, -1))
+    def output(
+        self, layer: Layer, o: Float[Array, "b k g d"], a: Float[Array, "b e"]
+    ) -> Float[Array, "b e"]:
+        """Project the attention of all heads back to the hidden size; `a` is the layer's input."""
+        return layer.attention_output(o.reshape(o.shape[0], self.config.num_heads, -1), a)
 
     def request_by_input(
         self, inputs: LayerInputs, a: Float[Array, "b e"], carry: Carry, hot: Hot
@@ -103,6 +105,7 @@ class Decoder(Layout):
         inputs: LayerInputs,
         started: Started | None,
         x: Float[Array, "b e"],
+        a: Float[Array, "b e"],
         q: Float[Array, "b k g d"],
         rows: DeviceRows | HostRows,
         hot: Hot,
@@ -115,7 +118,7 @@ class Decoder(Layout):
             return started, q
         with jax.named_scope("resident"):
             o = attend(q, rows.near(), cap=self.config.attention_softcap)
-            x = x + self.output(self.blueprint.layer(inputs.params), o)
+            x = x + self.output(self.blueprint.layer(inputs.params), o, a)
         # Normalise with the parameters of the layer whose input `x` approximates.
         a = self.blueprint.layer(inputs.target.params).attention_input(x)
         started = self.start(inputs, inputs.target, a, hot)

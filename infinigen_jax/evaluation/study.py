@@ -57,7 +57,8 @@ def compare(decoder: Decoder, watched: Watched) -> dict[str, Array]:
     assert host is not None and place is not None and isinstance(local, Resident)
     config, slots, cap = decoder.config, decoder.slots, decoder.config.attention_softcap
     layer = decoder.blueprint.layer(watched.params)
-    q = config.grouped(layer.query(layer.attention_input(watched.before.x), positions))
+    a = layer.attention_input(watched.before.x)
+    q = config.grouped(layer.query(a, positions))
     capacity = capacity_of(host, len(positions))
     eligible = slots.eligible(positions, capacity)
     rows = read_block(host, place.number, jnp.int32(0), capacity, decoder.mesh, q.shape[0])
@@ -99,14 +100,14 @@ def compare(decoder: Decoder, watched: Watched) -> dict[str, Array]:
         covered = near + jnp.sum(jnp.where(mask[:, :, None], far, 0.0), axis=-1)
         return jnp.where(total == 0, 1.0, covered / jnp.where(total == 0, 1.0, total))
 
-    whole = decoder.output(layer, everything)
+    whole = decoder.output(layer, everything, a)
     return {
         "mass": mass(fetched),
         "oracle_mass": mass(best),
         "wanted": wanted,
         "hits": _entries(fetched & best),
-        "error": _relative(decoder.output(layer, had), whole),
-        "oracle_error": _relative(decoder.output(layer, attended(best)[0]), whole),
+        "error": _relative(decoder.output(layer, had, a), whole),
+        "oracle_error": _relative(decoder.output(layer, attended(best)[0], a), whole),
     }
 
 

@@ -1,4 +1,8 @@
-"""Apertus: Qwen 3 with an MLP without gate and a fitted activation, xIELU (arXiv 2411.13010)."""
+"""Apertus: Qwen 3 with an MLP without gate and a fitted activation, xIELU (arXiv 2411.13010).
+
+Of version 1.5, which also reads images and speech, only the language model is read. It may have
+logits for the first tokens of its vocabulary alone.
+"""
 
 from typing import Any
 
@@ -9,7 +13,7 @@ from jaxtyping import Array, Float
 
 from infinigen_jax.models import llama
 from infinigen_jax.models.base import HEAD_NORMS, PRE_NORMS, HFConfig, ModelConfig
-from infinigen_jax.models.hf import LLAMA3, refuse_unless, relative_from_hf
+from infinigen_jax.models.hf import LLAMA3, positive, refuse_unless, relative_from_hf
 
 LINEAR, SMALL = 0.5, -1e-6  # beta and epsilon of the activation, the same in all models
 DEFAULTS = {"hidden_act": "xielu", "rms_norm_eps": 1e-5}
@@ -20,8 +24,13 @@ def config_from_hf(hf: HFConfig) -> ModelConfig:
         hf["rope_scaling"] = LLAMA3 | {"factor": 8.0}
     activation = hf["hidden_act"]
     refuse_unless(activation == "xielu", f"hidden_act {activation!r} in an apertus model")
+    logits = hf.get("output_vocab_size")
+    if logits is not None:
+        logits = positive(hf, "output_vocab_size", most=positive(hf, "vocab_size"))
+        tied = bool(hf.get("tie_word_embeddings"))
+        refuse_unless(not tied, f"output_vocab_size {logits} with tied embeddings")
     settings = {"activation": activation, "gated": False, "norms": PRE_NORMS + HEAD_NORMS}
-    return relative_from_hf(hf, theta=1.2e7, **settings)
+    return relative_from_hf(hf, theta=1.2e7, num_logits=logits, **settings)
 
 
 class Activation(nnx.Module):

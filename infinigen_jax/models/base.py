@@ -77,9 +77,13 @@ class ModelConfig:
             scale; or "all" heads of a token together.
         norms_minus_one: whether files hold the scales of norms minus 1. They are float32 then in
             every dtype of the weights: in two bytes, 1 + scale would lose most of its digits.
+        plain_final_norm: whether they hold the scale of the final norm as it is nevertheless.
+        post_norm_eps: epsilon of POST_NORMS; None for `norm_eps`.
         parallel_mlp: whether the MLP reads attention's input instead of its result.
         embedding_scale, residual_scale, logit_divisor: factors on embeddings and on the outputs
             of attention and MLP, and divisor of the logits.
+        num_logits: how many tokens, the first of the vocabulary, the model can generate, if it has
+            a matrix of logits of its own; None for all.
         sliding_window: number of tokens, itself included, that a token attends to in
             `sliding_layers`.
         eos_ids: tokens that end a generation; may be empty.
@@ -117,10 +121,13 @@ class ModelConfig:
     layer_factors: bool = False
     head_norms: str = "each"
     norms_minus_one: bool = False
+    plain_final_norm: bool = False
+    post_norm_eps: float | None = None
     parallel_mlp: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_divisor: float = 1.0
+    num_logits: int | None = None
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] = ()
     bos_id: int | None = None

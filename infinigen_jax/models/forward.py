@@ -28,7 +28,7 @@ def forward(
             causal_attention, window=config.window_of(i), cap=config.attention_softcap
         )
         o = jax.vmap(attend)(layer.query(a, positions, lengths), keys, values)
-        x = x + layer.attention_output(o)
+        x = x + layer.attention_output(o, a)
         x = layer.after_mlp(x, a)
     return embedding.logits(x)
 

@@ -14,11 +14,14 @@ SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of `layer_types`
 
 # Models of text and images: the usual `model_type` of their language model.
 WITH_IMAGES = {
+    "apertus1p5": "apertus1p5_text",
     "exaone4_5": "exaone4",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
+    "glm4v": "glm4",
     "mistral3": "mistral",
+    "muse_glimmer": "muse_glimmer_text",
     "qwen2_vl": "qwen2",
     "qwen2_5_vl": "qwen2",
     "qwen3_vl": "qwen3",

@@ -3,6 +3,7 @@
 Related families reuse these modules; their files describe only the differences.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,12 +11,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from infinigen_jax.models.base import ACTIVATIONS, HEAD_NORMS, ModelConfig
+from infinigen_jax.models.base import ACTIVATIONS, HEAD_NORMS, POST_NORMS, ModelConfig
 from infinigen_jax.models.linear import Linear, TokenTable
 from infinigen_jax.models.rope import PerToken, Rotation, as_last, rotate
 from infinigen_jax.ops.attention import soft_capped
 
 SETTINGS = {"windows": "refused"}
+ABSENT = -1e30  # logit of a token that the model cannot generate; finite, as all logits are
 
 
 class Norm(nnx.Module):
@@ -26,9 +28,16 @@ class Norm(nnx.Module):
     outliers, and in half precision they rely on implicit promotion, which the tests forbid.
     """
 
-    def __init__(self, shape: tuple[int, ...], config: ModelConfig, dtype: Any):
-        self.scale = nnx.Param(jnp.ones(shape, jnp.float32 if config.norms_minus_one else dtype))
-        self.centred, self.epsilon = config.layer_norms, config.norm_eps
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        config: ModelConfig,
+        dtype: Any,
+        minus_one: bool,
+        epsilon: float,
+    ):
+        self.scale = nnx.Param(jnp.ones(shape, jnp.float32 if minus_one else dtype))
+        self.centred, self.epsilon = config.layer_norms, epsilon
         has_bias = config.layer_norms and config.norm_biases
         self.bias = nnx.Param(jnp.zeros(shape, dtype)) if has_bias else None
 
@@ -36,7 +45,7 @@ class Norm(nnx.Module):
         y = x.astype(jnp.float32)
         if self.centred:
             y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = _of_unit_mean_square(y, self.epsilon)
+        y = of_unit_mean_square(y, self.epsilon)
         y = y * as_last(self.scale[...].astype(jnp.float32), y.ndim - 1)
         if self.bias is not None:
             y = y + as_last(self.bias[...].astype(jnp.float32), y.ndim - 1)
@@ -56,7 +65,7 @@ class Factor(nnx.Module):
 class Layer(nnx.Module):
     """One decoder layer, split where the KV cache is read and where speculation starts.
 
-    x = x + attention_output(attention(query(a), key_value(a)))    a = attention_input(x)
+    x = x + attention_output(attention(query(a), key_value(a)), a)    a = attention_input(x)
     x = after_mlp(x, a)
 
     `lengths` are the tokens of each sequence in this call of the model, by default up to and
@@ -66,8 +75,8 @@ class Layer(nnx.Module):
 
     attention_norm: Norm | None = None
     attention_post_norm: Norm | None = None
-    q_norm: Norm | None = None
-    k_norm: Norm | None = None
+    q_norm: Callable[[Array], Array] | None = None
+    k_norm: Callable[[Array], Array] | None = None
     mlp_norm: Norm | None = None
     mlp_post_norm: Norm | None = None
 
@@ -90,7 +99,9 @@ class Layer(nnx.Module):
                 size = c.head_dim
                 kinds = {"each": (size,), "own": (heads[name], size), "all": (heads[name] * size,)}
                 shape = kinds[c.head_norms]
-            setattr(self, name, Norm(shape, c, dtype))
+            epsilon = c.post_norm_eps if name in POST_NORMS else None
+            epsilon = c.norm_eps if epsilon is None else epsilon
+            setattr(self, name, Norm(shape, c, dtype, c.norms_minus_one, epsilon))
         if c.layer_ropes:
             self.rotation = Rotation(c.head_dim, any(r and r.interleaved for r in c.layer_ropes))
         if c.layer_factors:
@@ -130,13 +141,13 @@ class Layer(nnx.Module):
         kv = self.kv(a).reshape(*a.shape[:-1], -1, c.head_dim)
         key, value = (kv, kv) if c.values_from_keys else jnp.split(kv, 2, axis=-2)
         if c.value_norms:
-            value = _of_unit_mean_square(value.astype(jnp.float32), c.norm_eps).astype(kv.dtype)
+            value = of_unit_mean_square(value, c.norm_eps)
         return self.placed(key, self.k_norm, positions, lengths), value
 
     def placed(
         self,
         x: Float[Array, "*b heads d"],
-        norm: Norm | None,
+        norm: Callable[[Array], Array] | None,
         positions: PerToken,
         lengths: PerToken | None,
     ) -> Float[Array, "*b heads d"]:
@@ -154,8 +165,10 @@ class Layer(nnx.Module):
 
         return normed(rotated(x)) if c.norm_after_rotation else rotated(normed(x))
 
-    def attention_output(self, o: Float[Array, "*b h d"]) -> Float[Array, "*b e"]:
-        """Return attention's addition to the residual stream, from the heads' outputs."""
+    def attention_output(
+        self, o: Float[Array, "*b h d"], a: Float[Array, "*b e"]
+    ) -> Float[Array, "*b e"]:
+        """Return attention's addition to the residual stream, from the heads' outputs and `a`."""
         y = self.o(o.reshape(*o.shape[:-2], -1))
         return _scaled(_normed(self.attention_post_norm, y), self.config.residual_scale)
 
@@ -181,12 +194,14 @@ class Layer(nnx.Module):
         return self.down(activation(gate) * up)
 
 
-def _normed(norm: Norm | None, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
+def _normed(norm: Callable[[Array], Array] | None, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
     return x if norm is None else norm(x)
 
 
-def _of_unit_mean_square(y: Float[Array, "*b e"], epsilon: float) -> Float[Array, "*b e"]:
-    return y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + epsilon)
+def of_unit_mean_square(x: Float[Array, "*b e"], epsilon: float) -> Float[Array, "*b e"]:
+    """Return RMSNorm without a scale, computed in float32."""
+    y = x.astype(jnp.float32)
+    return (y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + epsilon)).astype(x.dtype)
 
 
 def _scaled(x: Float[Array, "*b e"], factor: float) -> Float[Array, "*b e"]:
@@ -200,9 +215,10 @@ class Embedding(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: Any):
         c = config
         self.tokens = TokenTable(c.vocab_size, c.hidden_size, dtype)
-        self.norm = Norm((c.hidden_size,), c, dtype)
+        minus_one = c.norms_minus_one and not c.plain_final_norm
+        self.norm = Norm((c.hidden_size,), c, dtype, minus_one, c.norm_eps)
         if not c.tie_embeddings:
-            self.head = Linear(c.hidden_size, c.vocab_size, False, dtype)
+            self.head = Linear(c.hidden_size, c.num_logits or c.vocab_size, False, dtype)
         self.config = config
 
     def embed(self, tokens: PerToken, positions: PerToken) -> Float[Array, "*b e"]:
@@ -213,4 +229,8 @@ class Embedding(nnx.Module):
         """Apply the final norm and the output projection; return float32 logits, bounded."""
         c, x = self.config, self.norm(x)
         head = self.tokens.attend if c.tie_embeddings else self.head
-        return soft_capped(head(x, jnp.float32) / c.logit_divisor, c.logit_softcap)
+        y = soft_capped(head(x, jnp.float32) / c.logit_divisor, c.logit_softcap)
+        if c.num_logits is None:
+            return y
+        absent = [(0, 0)] * (y.ndim - 1) + [(0, c.vocab_size - c.num_logits)]
+        return jnp.pad(y, absent, constant_values=ABSENT)

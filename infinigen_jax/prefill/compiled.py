@@ -248,7 +248,7 @@ def layer_over(
     queries = layer.query(a, positions, lengths)
     with jax.named_scope("attention"):
         attended = attend(queries, keys, values)
-    x = x + layer.attention_output(attended.output)
+    x = x + layer.attention_output(attended.output, a)
     x = layer.after_mlp(x, a)
     rows = jnp.concatenate([keys, values], axis=-1).swapaxes(1, 2)
     return Done(x, rows, queries, keys, attended)

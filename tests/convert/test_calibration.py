@@ -123,7 +123,8 @@ def test_against_loops_over_tokens():
                            group, h, at, rows)
                     for h in group
                 ]  # fmt: skip
-            both.append(np.asarray(layer.attention_output(jnp.asarray(heads, jnp.float32))))
+            a = layer.attention_input(hidden[0, at])
+            both.append(np.asarray(layer.attention_output(jnp.asarray(heads, jnp.float32), a)))
         square += np.sum((np.asarray(hidden)[0, at] + both[0]) ** 2)
         error += [np.sum((one - both[0]) ** 2) for one in both[1:]]
     np.testing.assert_allclose(whole, square, rtol=2e-3)

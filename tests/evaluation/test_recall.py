@@ -41,7 +41,7 @@ def test_window_against_numpy(name):
     config = random_model(name).config
     steps = range(CONTEXT - 1, SIZE - 1)
     assert arrays["layers"].tolist() == [1]
-    _, weights, values, layer, output = plain_pass(random_model(name), WINDOWS)[0][1]
+    a, weights, values, layer, output = plain_pass(random_model(name), WINDOWS)[0][1]
     expected: dict[str, list] = {"mass": [], "oracle_mass": [], "error": [], "hits": []}
     for p in steps:
         attended, eligible, rows = attended_by_window(p)
@@ -63,7 +63,7 @@ def test_window_against_numpy(name):
         kept = row * attended
         kept = kept / kept.sum(axis=-1, keepdims=True)
         o = jnp.asarray(np.einsum("bhk,bkhd->bhd", kept, values), jnp.float32)
-        made, true = np.asarray(layer.attention_output(o)), output[:, p]
+        made, true = np.asarray(layer.attention_output(o, a[:, p])), output[:, p]
         distance = np.linalg.norm(made - true, axis=-1) / np.linalg.norm(true, axis=-1)
         expected["error"].append(distance[:, None])
     for key, numbers in expected.items():

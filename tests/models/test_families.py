@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from runtime import ALL, check_speculated_logits, engine, numbers, slow_except
-from tiny import COMMON, TEXT, logits_of, make_tiny
+from tiny import COMMON, TEXT, VISION, logits_of, make_tiny
 
 from benchmarks.prefill import cache_shapes
 from infinigen_jax.cache.layers import DenseLayer, Resident, Sliding
@@ -21,6 +21,7 @@ from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.engine.engine import Engine
 from infinigen_jax.engine.memory_plan import plan_cache
 from infinigen_jax.loading import load as checkpoint
+from infinigen_jax.settings.sampling import Sampling
 
 # Two orders of the same float32 sums over at most 64 terms and 3 layers, logits up to about 10.
 TOLERANCE = 1e-4
@@ -57,6 +58,7 @@ BASES = {"sliding_attention": {"rope_theta": 100.0}, "full_attention": {"rope_th
 GEMMA3 = GEMMA | {"rope_parameters": BASES, "final_logit_softcapping": 6.0}
 GEMMA4 = {"hidden_size_per_layer_input": 0, "head_dim": 8, "global_head_dim": 16}
 GEMMA4 |= {"num_global_key_value_heads": 1, "attention_k_eq_v": True}
+MUSE = {"head_dim": 12, "qk_scale_factor": 1.7, "output_multiplier": 0.6, "post_norm_eps": 0.1}
 FACTORS = {"embedding_multiplier": 1.7, "residual_multiplier": 0.6}
 FACTORS |= {"attention_multiplier": 0.35, "logits_scaling": 2.5}
 NOPE = {"no_rope_layers": [0, 1]}
@@ -76,6 +78,7 @@ YARN_ALL = YARN | {"beta_fast": 4.0, "beta_slow": 0.5, "truncate": False, "atten
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "apertus": ("apertus", GQA | {"head_dim": 12}),
+    "apertus 1.5": ("apertus1p5_text", GQA | {"head_dim": 12}),
     "arcee": ("arcee", GQA),
     "cohere": ("cohere", GQA | {"logit_scale": 0.4}),
     "cohere plus": ("cohere", GQA | {"use_qk_norm": True}),
@@ -111,6 +114,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 tied": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True}),
     "qwen3 windows": ("qwen3", USED | kinds("sff") | GQA | {"head_dim": 20}),
     "ministral3": ("ministral3", GQA | rope(**YARN, llama_4_scaling_beta=0.3) | {"head_dim": 12}),
+    "muse_glimmer": ("muse_glimmer_text", GQA | MUSE | kinds("sf")),
     "nemotron": ("nemotron", GQA | {"head_dim": 12}),
     "olmo2": ("olmo2", GQA),
     "olmo3": ("olmo3", GQA | kinds("sf") | {"rope_parameters": BY_KIND}),
@@ -158,16 +162,15 @@ def test_logits_of_a_whole_pass(name, tokens, tmp_path):
 
 
 MROPE = rope(rope_type="default", mrope_section=[2, 2, 2])
-VISION = {
-    **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 28},
-    **{"num_attention_heads": 2, "patch_size": 14},
-    **{"depth": 1, "num_heads": 2, "out_hidden_size": 48, "deepstack_visual_indexes": [0]},
-}
+
+
+GLM = rope(rope_type="default", mrope_section=[1, 1, 1], partial_rotary_factor=0.5)
 
 
 @pytest.mark.parametrize(
     "whole, family, tied, changes",
     [
+        ("Glm4v", "glm4", False, {"head_dim": 12} | GLM),
         ("Exaone4_5_", "exaone4", False, MODELS["exaone4"][1]),
         ("Gemma3", "gemma3_text", True, GEMMA | {"rope_parameters": BASES}),
         ("Gemma4", "gemma4_text", True, GEMMA4 | kinds("fsf")),
@@ -197,6 +200,19 @@ def test_the_language_model_of_one_with_images(whole, family, tied, changes, tok
     np.testing.assert_allclose(logits_of(loaded, tokens), expected, atol=TOLERANCE, rtol=0)
     again = transformers.AutoModelForCausalLM.from_pretrained(converted, dtype="float32")
     assert type(again).__name__.lower() == family.removesuffix("_text") + "forcausallm"
+
+
+def test_tokens_without_logits_are_never_generated(tokens, tmp_path):
+    sizes = {"output_vocab_size": 80, "head_dim": 12}
+    reference = make_tiny(tmp_path / "source", "apertus1p5_text", **GQA, **sizes)
+    model = checkpoint.load(convert(reference.folder, tmp_path / "out", skew="none"), "float32")
+    logits, expected = logits_of(model, tokens), reference.logits(tokens)
+    assert expected.shape[-1] == 80
+    np.testing.assert_allclose(logits[..., :80], expected, atol=TOLERANCE, rtol=0)
+    assert np.all(logits[..., 80:] < -1e29)
+    model = dataclasses.replace(model, path=None)
+    result = Engine(model, policy=ALL).generate(PROMPTS, Sampling(temperature=100.0), NEW)
+    assert {token for tokens in result.tokens for token in tokens} <= set(range(80))
 
 
 PROMPTS = [numbers(n) for n in (27, 5, 14)]

@@ -73,7 +73,8 @@ def test_scales_are_not_rounded():
         layer = Layer(given, jnp.bfloat16)
         weight = jax.random.normal(jax.random.key(1), layer.o.weight.shape, jnp.bfloat16)
         layer.o.weight = nnx.Param(weight)
-        return [layer.attention_output(x), layer.finish_query(x.reshape(50, -1), positions)]
+        a = jnp.zeros((50, config.hidden_size), x.dtype)
+        return [layer.attention_output(x, a), layer.finish_query(x.reshape(50, -1), positions)]
 
     for scaled, whole in zip(outputs(0.22), outputs(1.0), strict=True):
         expected = (whole.astype(jnp.float32) * 0.22).astype(jnp.bfloat16)
