@@ -6,23 +6,25 @@
                         perhaps weight_zero_point [f / n, g] and weight_g_idx [e]
     GPTQ                qweight [e / n, f], scales [g, f], qzeros [g, f / n], perhaps g_idx [e]
     AWQ                 qweight [e, f / n], scales [g, f], qzeros [g, f / n]
+    bitsandbytes, int8  weight [f, e], SCB [f]: scales times 127
 
-A matrix has f outputs and e inputs, in g groups: of equal size, or as g_idx says. In the last three
-formats, a word of 32 bits holds n codes of 4 or 8 bits, the lowest bits first, and a weight is
+A matrix has f outputs and e inputs, in g groups: of equal size, or as g_idx says. In the formats in
+words of 32 bits, a word holds n codes of 4 or 8 bits, the lowest bits first, and a weight is
 scale * (code - zero). GPTQ stores zeros less one. AWQ's words hold eight neighbours in the order
-0, 2, 4, 6, 1, 3, 5, 7.
+0, 2, 4, 6, 1, 3, 5, 7. `codebook` has further formats.
 """
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float32, Int, UInt8
 
+from infinigen_jax.checkpoint.codebook import AT_ONCE, BITSANDBYTES, bitsandbytes, float4
 from infinigen_jax.checkpoint.safetensors import DTYPES
-from infinigen_jax.checkpoint.tensor_source import TensorSource
+from infinigen_jax.checkpoint.tensor_source import TensorSource, damaged, is_float
 from infinigen_jax.errors import InputError, UnsupportedModelError
 from infinigen_jax.models.hf import refuse_unless
 from infinigen_jax.numeric import listed
@@ -30,25 +32,20 @@ from infinigen_jax.numeric import listed
 # Formats, by their names in config.json.
 QUANTISED = (
     *("fp8", "fbgemm_fp8", "float-quantized", "int-quantized", "naive-quantized"),
-    *("pack-quantized", "gptq", "awq"),
+    *("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "nvfp4"),
+    *("gptq", "awq", "bitsandbytes"),
 )
 LAYOUTS = {"gptq": "gptq", "awq": "gemm"}  # those that are read, of several
 # Endings of the names of scales: of a quantised matrix, and of what this package does not quantise.
 SCALES = (".weight_scale", ".weight_scale_inv")
 OTHER_SCALES = (
     *(".input_scale", ".activation_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale"),
-    ".input_zero_point",
+    *(".input_zero_point", ".input_global_scale"),
 )
-# Endings of packed matrices, and of their scales, zeros, groups and shapes.
-COMPRESSED, QWEIGHT = ".weight_packed", ".qweight"
-PACKED = {
-    COMPRESSED: (".weight_scale", ".weight_zero_point", ".weight_g_idx", ".weight_shape"),
-    QWEIGHT: (".scales", ".qzeros", ".g_idx"),
-}
+COMPRESSED = ".weight_packed"
 FP8 = DTYPES["F8_E4M3"]
 WORD = 32  # bits
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of neighbours in a word
-AT_ONCE = 2**22  # numbers computed at a time, to bound the temporaries
 
 
 def check_quantisation(settings: Any) -> None:
@@ -87,14 +84,39 @@ def dequantised(tensors: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
     """Replace quantised matrices and their scales by the float32 matrices that they stand for."""
     plain = dict(tensors)
     for name in tensors:
-        for ending, endings in PACKED.items():
+        for ending, (read, endings) in PACKED.items():
             if name.endswith(ending):
                 module = name.removesuffix(ending)
-                words, parts = plain.pop(name), [plain.pop(module + x, None) for x in endings]
+                parts = [plain.pop(module + x, None) for x in endings]
                 if (matrix := f"{module}.weight") in plain:
-                    raise InputError(f"{words.file}: {name} next to {matrix}; get the files again")
-                plain[matrix] = _unpacked(matrix, words, *parts)
+                    file = tensors[name].file
+                    raise InputError(f"{file}: {name} next to {matrix}; get the files again")
+                plain[matrix] = read(matrix, *parts)
+        if name.endswith(".SCB"):
+            module, scale = name.removesuffix(".SCB"), plain.pop(name)
+            plain.pop(f"{module}.weight_format", None)
+            read_scale = functools.partial(_over_127, scale)
+            plain[module + SCALES[0]] = scale._replace(read=read_scale)
     return _with_scales(plain)
+
+
+def _over_127(scale: TensorSource) -> np.ndarray:
+    return scale.read() / np.float32(127)
+
+
+def _compressed(
+    name: str,
+    words: TensorSource,
+    scale: TensorSource | None,
+    zero: TensorSource | None,
+    group: TensorSource | None,
+    size: TensorSource | None,
+    divisor: TensorSource | None,
+) -> TensorSource:
+    """Return a packed matrix of compressed-tensors; `size` is its shape."""
+    if not any((zero, group, size)):
+        return float4(name, words, scale, divisor, np.divide)
+    return _unpacked(name, words, scale, zero, group, size)
 
 
 def _unpacked(
@@ -105,11 +127,8 @@ def _unpacked(
     group: TensorSource | None,
     size: TensorSource | None = None,
 ) -> TensorSource:
-    """Return the matrix whose codes are in `words`; `size` is its shape, in compressed-tensors."""
-    parts = [part for part in (words, scale, zero, group, size) if part is not None]
-    shapes = ", ".join(f"{part.name} {list(part.shape)} {part.dtype}" for part in parts)
-    problem = f"damaged, or not one of the supported formats in 4 and 8 bits: {shapes}"
-    refusal = UnsupportedModelError(f"{words.file}: {problem}; get other files")
+    """Return the matrix whose codes are in words of 32 bits."""
+    refusal = damaged(words, scale, zero, group, size)
     tables = words, scale or words, zero or words
     needed = size if words.name.endswith(COMPRESSED) else zero
     if not scale or not needed or any(len(x.shape) != 2 or 0 in x.shape for x in tables):
@@ -134,7 +153,7 @@ def _unpacked(
         packed.turned(scale.shape) == (outputs, groups),
         zero is None or packed.turned(zero.shape) == (by_codes, groups),
         words.dtype == np.int32 == (zero or words).dtype,
-        scale.dtype.kind not in "iub",
+        is_float(scale),
         inputs % groups == 0 if group is None else group.shape == (inputs,),
         group is None or group.dtype.kind == "i",
     ]
@@ -142,6 +161,24 @@ def _unpacked(
         raise refusal
     float32, bits = np.dtype(np.float32), WORD // codes
     return TensorSource(name, words.file, packed.shape, float32, packed.read, words.release, bits)
+
+
+# By the ending of a name: a reader, and the endings of the parts that it takes.
+PACKED: dict[str, tuple[Callable[..., TensorSource], tuple[str, ...]]] = {
+    COMPRESSED: (
+        _compressed,
+        (
+            *(COMPRESSED, ".weight_scale", ".weight_zero_point", ".weight_g_idx"),
+            *(".weight_shape", ".weight_global_scale"),
+        ),
+    ),
+    ".qweight": (_unpacked, (".qweight", ".scales", ".qzeros", ".g_idx")),
+    ".weight_scale_2": (
+        functools.partial(float4, combine=np.multiply),
+        (".weight", ".weight_scale", ".weight_scale_2"),
+    ),
+    ".weight.quant_map": (bitsandbytes, tuple(f".weight{x}" for x in BITSANDBYTES)),
+}
 
 
 def _codes_in_word(numbers: int, words: int) -> int:
@@ -246,7 +283,7 @@ def _with_scales(tensors: dict[str, TensorSource]) -> dict[str, TensorSource]:
         if not height or not width:
             shapes = f"{scale.name} is {list(scale.shape)} for a matrix of {list(matrix.shape)}"
             raise InputError(f"{scale.file}: {shapes}; get the files again")
-        if scale.dtype.kind in "iub":  # exponents, of formats such as MXFP8
+        if not is_float(scale):  # exponents, of formats such as MXFP8
             problem = f"scales in {scale.dtype} are not supported"
             raise UnsupportedModelError(f"{scale.file}: {scale.name}: {problem}")
         read = functools.partial(_product, matrix, scale, parts, (height, width))

@@ -1,10 +1,11 @@
 """Quantised folders: their matrices are those that the codes and scales stand for."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from tiny import TinyModel, logits_of, refuses, take_tensors
 
 from infinigen_jax import load
-from infinigen_jax.checkpoint import quantised
+from infinigen_jax.checkpoint import codebook, quantised
 from infinigen_jax.checkpoint.hf_folder import open_tensors
 from infinigen_jax.checkpoint.manifest import read_manifest
 from infinigen_jax.checkpoint.tensor_source import TensorSource
@@ -22,6 +23,8 @@ from infinigen_jax.models.small_weights import rows_of, small_form
 
 GROUP = 32  # inputs with a scale of their own
 FORMS = ("compressed", "symmetric", "gptq", "reordered", "awq")
+FLOAT4, BITSANDBYTES = ("nvfp4", "mxfp4", "modelopt"), ("nf4", "nested")
+STATE = "weight.quant_state.bitsandbytes__nf4"
 TOKENS = np.arange(6)[None]
 
 
@@ -29,6 +32,12 @@ def settings_of(form: str) -> dict[str, Any]:
     """Return the quantization_config that says how matrices are packed."""
     if form in ("compressed", "symmetric"):
         return {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    if form in ("nvfp4", "mxfp4"):
+        return {"quant_method": "compressed-tensors", "format": f"{form}-pack-quantized"}
+    if form == "modelopt":
+        return {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    if form in BITSANDBYTES:
+        return {"quant_method": "bitsandbytes", "load_in_4bit": True}
     if form == "awq":
         return {"quant_method": "awq", "version": "gemm"}
     return {"quant_method": "gptq", "checkpoint_format": "gptq"}
@@ -44,6 +53,10 @@ def words(codes: torch.Tensor, bits: int, axis: int, order: Sequence[int] = ()) 
 
 def packed(form: str, bits: int, shape: Sequence[int]) -> tuple[dict[str, Any], torch.Tensor]:
     """Return the tensors of a random matrix, by the ends of their names, and its numbers."""
+    if form in FLOAT4:
+        return float4(form, shape)
+    if form in BITSANDBYTES:
+        return bitsandbytes(form, shape)
     outputs, inputs = shape
     codes = torch.randint(1 << bits, (outputs, inputs))
     zeros = torch.randint(1 << bits, (outputs, inputs // GROUP))
@@ -71,6 +84,53 @@ def packed(form: str, bits: int, shape: Sequence[int]) -> tuple[dict[str, Any], 
         parts = {"qweight": words(codes.T, bits, 0), "qzeros": words(one_less, bits, 1)}
         parts |= {"g_idx": groups.int(), "bias": torch.zeros(outputs).half()}
     return parts | {"scales": scales.T.contiguous()}, values
+
+
+def float4(form: str, shape: Sequence[int]) -> tuple[dict[str, Any], torch.Tensor]:
+    """Return the tensors of a random matrix of floats in 4 bits, and its numbers."""
+    outputs, inputs = shape
+    codes, group = torch.randint(16, (outputs, inputs)), 32 if form == "mxfp4" else 16
+    sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    parts = {"weight_packed": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)}
+    if form == "mxfp4":
+        exponents = torch.randint(120, 126, (outputs, inputs // group))
+        parts["weight_scale"], scales = exponents.to(torch.uint8), 2.0 ** (exponents - 127)
+    else:
+        small = (torch.rand(outputs, inputs // group) * 400).to(torch.float8_e4m3fn)
+        scales = small.float() / 4096
+        parts["weight_scale"] = small
+        parts["weight_global_scale"] = torch.tensor([4096.0])
+    if form == "modelopt":
+        parts["weight"] = parts.pop("weight_packed")
+        parts["weight_scale_2"] = 1 / parts.pop("weight_global_scale")[0]
+        parts["input_scale"] = torch.ones(())
+    values = sizes[codes & 7] * (1 - 2 * (codes >> 3)) * scales.repeat_interleave(group, 1)
+    return parts, values
+
+
+def bitsandbytes(form: str, shape: Sequence[int]) -> tuple[dict[str, Any], torch.Tensor]:
+    """Return the tensors of a random matrix of bitsandbytes in 4 bits, and its numbers."""
+    codes, book = torch.randint(16, tuple(shape)), torch.randn(16).sort().values
+    high, low = codes.reshape(-1, 2).T
+    block, outer = (64, 16) if form == "nested" else (4096, 1)  # of 64 numbers, across rows of 96
+    blocks = torch.arange(codes.numel()) // block
+    parts = {"weight": (high << 4 | low).to(torch.uint8)[:, None], "weight.quant_map": book}
+    state = {"quant_type": "nf4", "blocksize": block, "dtype": "float16", "shape": list(shape)}
+    scales = torch.rand(int(blocks[-1]) + 1) / 10
+    if form == "nested":
+        parts["weight.absmax"] = small = torch.randint(256, scales.shape, dtype=torch.uint8)
+        parts["weight.nested_quant_map"] = nested_book = torch.rand(256) - 0.5
+        parts["weight.nested_absmax"] = factors = torch.rand(-(-len(scales) // outer)) / 10
+        scales = nested_book[small.long()] * factors.repeat_interleave(outer)[: len(scales)] + 0.07
+        state |= {"nested_blocksize": outer, "nested_dtype": "float32", "nested_offset": 0.07}
+    else:
+        parts["weight.absmax"] = scales
+    parts[STATE] = json_bytes(state)
+    return parts, (book[codes].reshape(-1) * scales[blocks]).reshape(codes.shape)
+
+
+def json_bytes(value: Any) -> torch.Tensor:
+    return torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
 
 
 def quantise(made: TinyModel, form: str, bits: int, whole: str = "") -> dict[str, torch.Tensor]:
@@ -106,10 +166,17 @@ def check_conversions(made: TinyModel, out: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "bits"), [*((form, 4) for form in FORMS), ("compressed", 8), ("gptq", 8)]
+    ("form", "bits"),
+    [
+        *((form, 4) for form in (*FORMS, *FLOAT4, *BITSANDBYTES)),
+        *(("compressed", 8), ("gptq", 8)),
+    ],
 )
-def test_packed_matrices_are_scales_times_codes_less_zeros(form, bits, tiny, tmp_path, monkeypatch):
+def test_matrices_are_the_numbers_that_codes_and_scales_stand_for(
+    form, bits, tiny, tmp_path, monkeypatch
+):
     monkeypatch.setattr(quantised, "AT_ONCE", 1000)
+    monkeypatch.setattr(codebook, "AT_ONCE", 1000)
     made = tiny("llama", hidden_size=64, intermediate_size=96)
     quantise(made, form, bits)
     check_conversions(made, tmp_path)
@@ -158,6 +225,33 @@ def test_words_of_known_codes():
     np.testing.assert_array_equal(made, codes.T)
 
 
+def test_bytes_of_known_codes():
+    """Codes 1 and 2, 15 and 7, then 8: the first of a pair in the low bits, or in the high bits."""
+    data, one = np.array([[0x21, 0x7F]], np.uint8), np.ones((1, 1), np.float32)
+    scale = np.array([[1, 2]], ml_dtypes.float8_e4m3fn)
+    made = matrix_of(weight=data, weight_scale=scale, weight_scale_2=one * 2)
+    np.testing.assert_array_equal(made, [[1, 2, -24, 24]])
+    made = matrix_of(weight_packed=data, weight_scale=scale, weight_global_scale=one * 2)
+    np.testing.assert_array_equal(made, [[0.25, 0.5, -6, 6]])
+    exponents = np.array([[126, 129]], np.uint8)
+    made = matrix_of(weight_packed=data, weight_scale=exponents)
+    np.testing.assert_array_equal(made, [[0.25, 0.5, -24, 24]])
+    state = json_bytes({"blocksize": 2, "shape": [1, 5]}).numpy()
+    parts = {
+        "weight": np.array([[0x12], [0xF7], [0x80]], np.uint8),
+        "weight.absmax": np.array([1, 2, 3], np.float32),
+        "weight.quant_map": np.arange(16, dtype=np.float32),
+        "weight.quant_state.bitsandbytes__fp4": state,
+    }
+    np.testing.assert_array_equal(matrix_of(**parts), [[1, 2, 30, 14, 24]])
+
+
+def test_int8_of_bitsandbytes_is_in_127ths():
+    codes, scale = np.array([[127, -64]], np.int8), np.array([2], np.float32)
+    made = matrix_of(weight=codes, SCB=scale, weight_format=np.zeros((), np.uint8))
+    np.testing.assert_allclose(made, [[2, -128 / 127]], rtol=1e-6)
+
+
 @pytest.mark.parametrize("form", ["compressed", "gptq"])
 def test_sizes_that_are_no_multiples(form):
     """Words hold padding; the last of GPTQ's groups is shorter."""
@@ -171,6 +265,10 @@ def test_sizes_that_are_no_multiples(form):
         arrays["weight_packed"] = arrays["weight_packed"][:13]
         arrays["weight_shape"] = np.array([13, 96])
     np.testing.assert_array_equal(matrix_of(**arrays), values)
+
+
+def with_state(**changes: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: json_bytes(json.loads(bytes(x.tolist())) | changes)
 
 
 DAMAGED = "damaged, or not one of the supported formats"
@@ -199,6 +297,31 @@ DAMAGE: list[tuple[str, str, Any, str]] = [
     ("compressed", "weight_scale", lambda x: x.repeat(1, 3), DAMAGED),
     ("symmetric", "weight_scale", lambda x: x[:, :1].repeat(1, 5), DAMAGED),
     ("symmetric", "weight_packed", None, "weight_scale without a matrix"),
+    ("nvfp4", "weight_packed", lambda x: x.int(), DAMAGED),
+    ("nvfp4", "weight_packed", lambda x: x[1:].contiguous(), DAMAGED),
+    ("nvfp4", "weight_scale", None, DAMAGED),
+    ("nvfp4", "weight_scale", lambda x: x[:, :5].contiguous(), DAMAGED),
+    ("nvfp4", "weight_global_scale", None, DAMAGED),
+    ("nvfp4", "weight_global_scale", lambda x: x.repeat(2), DAMAGED),
+    ("mxfp4", "weight_scale", lambda x: x.int(), DAMAGED),
+    ("modelopt", "weight", None, DAMAGED),
+    ("modelopt", "weight_scale_2", None, r"down_proj.weight \(64, 48\)"),
+    ("nf4", "weight", lambda x: x[1:], DAMAGED),
+    ("nf4", "weight.absmax", None, DAMAGED),
+    ("nf4", "weight.absmax", lambda x: x.repeat(2), DAMAGED),
+    ("nf4", "weight.quant_map", lambda x: x[:8].contiguous(), DAMAGED),
+    ("nf4", "weight.quant_map", None, "unexpected: .*absmax"),
+    ("nf4", STATE, None, DAMAGED),
+    ("nf4", STATE, lambda x: x[1:].contiguous(), DAMAGED),
+    ("nf4", STATE, lambda x: json_bytes([1]), DAMAGED),
+    ("nf4", STATE, with_state(shape=[1 << 62, 1 << 62]), DAMAGED),
+    ("nf4", STATE, with_state(shape=[6144]), DAMAGED),
+    ("nf4", STATE, with_state(blocksize=0), DAMAGED),
+    ("nf4", STATE, with_state(blocksize=1 << 60), DAMAGED),
+    ("nested", STATE, with_state(nested_blocksize=0), DAMAGED),
+    ("nested", STATE, with_state(nested_offset=float("nan")), DAMAGED),
+    ("nested", "weight.nested_absmax", None, DAMAGED),
+    ("nested", "weight.nested_quant_map", lambda x: x[:16].contiguous(), DAMAGED),
 ]
 
 
