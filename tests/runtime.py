@@ -39,6 +39,11 @@ HF: dict[str, dict[str, Any]] = {
         **{"head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 3.0},
         **{"layer_types": ["full_attention"]},
     },
+    "gated": {
+        **{"model_type": "muse_glimmer", "num_key_value_heads": 2, "head_dim": 8},
+        **{"layer_types": ["full_attention"] * 3, "num_hidden_layers": 3},
+        **{"bos_token_id": 0, "eos_token_id": 1},
+    },
     "windows": {
         **{"model_type": "gemma4_text", "num_key_value_heads": 2, "num_hidden_layers": 3},
         **{"layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "full")]},

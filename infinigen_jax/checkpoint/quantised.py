@@ -8,10 +8,10 @@
     AWQ                 qweight [e, f / n], scales [g, f], qzeros [g, f / n]
     bitsandbytes, int8  weight [f, e], SCB [f]: scales times 127
 
-A matrix has f outputs and e inputs, in g groups: of equal size, or as g_idx says. In the formats in
-words of 32 bits, a word holds n codes of 4 or 8 bits, the lowest bits first, and a weight is
-scale * (code - zero). GPTQ stores zeros less one. AWQ's words hold eight neighbours in the order
-0, 2, 4, 6, 1, 3, 5, 7. `codebook` has further formats.
+A matrix has f outputs and e inputs, in g groups: of equal size, or as g_idx says. A word of 32 bits
+holds n codes of 4 or 8 bits, the lowest bits first, and a weight is scale * (code - zero). GPTQ
+stores zeros less one. AWQ's words hold eight neighbours in the order 0, 2, 4, 6, 1, 3, 5, 7.
+`codebook` has further formats.
 """
 
 import functools
@@ -24,7 +24,7 @@ from jaxtyping import Float32, Int, UInt8
 
 from infinigen_jax.checkpoint.codebook import AT_ONCE, BITSANDBYTES, bitsandbytes, float4
 from infinigen_jax.checkpoint.safetensors import DTYPES
-from infinigen_jax.checkpoint.tensor_source import TensorSource, damaged, is_float
+from infinigen_jax.checkpoint.tensor_source import TensorSource, is_float, refusal_of
 from infinigen_jax.errors import InputError, UnsupportedModelError
 from infinigen_jax.models.hf import refuse_unless
 from infinigen_jax.numeric import listed
@@ -94,7 +94,9 @@ def dequantised(tensors: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
                 plain[matrix] = read(matrix, *parts)
         if name.endswith(".SCB"):
             module, scale = name.removesuffix(".SCB"), plain.pop(name)
-            plain.pop(f"{module}.weight_format", None)
+            layout = plain.pop(f"{module}.weight_format", None)
+            if layout is not None and (math.prod(layout.shape) != 1 or layout.read().any()):
+                raise refusal_of(layout, scale)  # row after row is 0
             read_scale = functools.partial(_over_127, scale)
             plain[module + SCALES[0]] = scale._replace(read=read_scale)
     return _with_scales(plain)
@@ -114,9 +116,11 @@ def _compressed(
     divisor: TensorSource | None,
 ) -> TensorSource:
     """Return a packed matrix of compressed-tensors; `size` is its shape."""
-    if not any((zero, group, size)):
-        return float4(name, words, scale, divisor, np.divide)
-    return _unpacked(name, words, scale, zero, group, size)
+    if words.dtype != np.uint8 and divisor is None:
+        return _unpacked(name, words, scale, zero, group, size)
+    if any((zero, group, size)):
+        raise refusal_of(words, scale, zero, group, size, divisor)
+    return float4(name, words, scale, divisor, np.divide)
 
 
 def _unpacked(
@@ -128,7 +132,7 @@ def _unpacked(
     size: TensorSource | None = None,
 ) -> TensorSource:
     """Return the matrix whose codes are in words of 32 bits."""
-    refusal = damaged(words, scale, zero, group, size)
+    refusal = refusal_of(words, scale, zero, group, size)
     tables = words, scale or words, zero or words
     needed = size if words.name.endswith(COMPRESSED) else zero
     if not scale or not needed or any(len(x.shape) != 2 or 0 in x.shape for x in tables):

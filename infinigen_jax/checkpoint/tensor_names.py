@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from infinigen_jax.checkpoint.tensor_source import TensorSource
+from infinigen_jax.checkpoint.tensor_source import TensorSource, is_float
 from infinigen_jax.errors import InputError
 from infinigen_jax.models import Blueprint, Params
 from infinigen_jax.models.linear import join
@@ -119,6 +119,12 @@ TABLES = {
         *ATTENTION,
         *JOINED_MLP,
     ],
+    "granitemoehybrid": [
+        *PRE_NORMS,
+        *ATTENTION,
+        Rule("shared_mlp.input_linear", "gate_up"),
+        Rule("shared_mlp.output_linear", "down"),
+    ],
     "hunyuan_v1_dense": [
         *PRE_NORMS,
         *ATTENTION,
@@ -208,8 +214,7 @@ def expected(blueprint: Blueprint) -> TensorSpecs:
                     name = name if rule.module == "head" else prefix + name
                     size, *others = leaves[leaf].shape
                     shape, path = (size // rule.parts, *others), (rule.module, leaf)
-                    plain = rule.module == "norm" and config.plain_final_norm
-                    gain = config.norms_minus_one and leaf == "scale" and not plain
+                    gain = leaf == "scale" and config.minus_one(rule.module)
                     found.append(TensorSpec(name, shape, path, rule.part, gain))
         return found
 
@@ -259,7 +264,7 @@ def match(
             continue
         if tensor.shape != spec.shape:
             errors["wrong shape"].append(f"{tensor.name} {tensor.shape} instead of {spec.shape}")
-        if tensor.dtype.kind in "iub":
+        if not is_float(tensor):
             errors["not floating point"].append(f"{tensor.name} as {tensor.dtype}")
     report = "; ".join(f"{kind}: {_listed(names)}" for kind, names in errors.items() if names)
     if report:

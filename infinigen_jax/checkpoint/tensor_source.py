@@ -29,7 +29,7 @@ def is_float(tensor: TensorSource) -> bool:
     return tensor.dtype.kind not in "iub"  # NumPy does not call FP8 and bfloat16 floating point
 
 
-def damaged(*parts: TensorSource | None) -> UnsupportedModelError:
+def refusal_of(*parts: TensorSource | None) -> UnsupportedModelError:
     """Return the refusal of a quantised matrix in these parts; at least one is not None."""
     given = [part for part in parts if part is not None]
     shapes = ", ".join(f"{part.name} {list(part.shape)} {part.dtype}" for part in given)

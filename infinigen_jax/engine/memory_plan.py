@@ -120,7 +120,7 @@ def prefill_bytes(decoder: Decoder, params: Params, batch: int, chunk: int, capa
         return _prefill_on_cpu(decoder, params, batch, chunk, capacity) + common
     config, item = decoder.config, decoder.dtype.itemsize
     queries, rows = _widest(config)
-    width = 3 * config.hidden_size + 2 * queries
+    width = 3 * config.hidden_size + (2 + config.attention_gates) * queries
     width += 3 * config.intermediate_size + 2 * rows
     # Scores and weights of a tile, in float32; two blocks of rows.
     blocks = 2 * batch * BLOCK * rows * item
@@ -140,12 +140,15 @@ def _prefill_on_cpu(decoder: Decoder, params: Params, batch: int, chunk: int, ca
     # tile; a block of earlier rows, and its values with unwritten rows masked.
     scores = min(CPU_TILE, chunk * config.num_heads // config.num_kv_heads) * block
     attention = tokens * (3 * queries + rows) + scores + batch * block * rows * 3 // 2
+    if config.attention_gates:  # with attention's input, and the gate
+        attention += tokens * (config.hidden_size + queries)
     mlp = tokens * 3 * config.intermediate_size
     if config.parallel_mlp:  # it may run before attention's arrays are released
         mlp += tokens * (config.hidden_size + queries + rows)
     weights = 0
     if _converts(decoder, params):
-        weights = config.hidden_size * (2 * queries + rows + 3 * config.intermediate_size)
+        projections = (2 + config.attention_gates) * queries + rows
+        weights = config.hidden_size * (projections + 3 * config.intermediate_size)
     common = tokens * (2 * config.hidden_size + rows) * item
     return common + FLOAT32 * (max(attention, mlp) + weights)
 

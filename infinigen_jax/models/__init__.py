@@ -20,16 +20,15 @@ from infinigen_jax.models.hf import refuse_unless, relative_from_hf
 
 FAMILIES = (
     *("apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone", "exaone4", "gemma"),
-    *("gemma2", "gemma3", "gemma4", "glm", "glm4", "granite", "helium", "hunyuan_v1_dense"),
-    *("hyperclovax", "internlm3", "iquestcoder", "jais2", "llama", "ministral", "ministral3"),
-    *("mistral", "muse_glimmer", "nemotron", "olmo2", "olmo3", "opt", "phi3", "qwen2", "qwen3"),
-    *("seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma"),
+    *("gemma2", "gemma3", "gemma4", "glm", "glm4", "granite", "granitemoehybrid", "helium"),
+    *("hunyuan_v1_dense", "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama"),
+    *("ministral", "ministral3", "mistral", "muse_glimmer", "nemotron", "olmo2", "olmo3", "opt"),
+    *("phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma"),
 )
 ALIASES = {  # other names of a model_type
     "apertus1p5_text": "apertus",
     "gemma3_text": "gemma3",
     **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), "gemma4"),
-    "glm4v_text": "glm4",
     "muse_glimmer_text": "muse_glimmer",
 }
 # Reasons to name for unsupported model types that contain these words.

@@ -1,7 +1,7 @@
 """Apertus: Qwen 3 with an MLP without gate and a fitted activation, xIELU (arXiv 2411.13010).
 
-Of version 1.5, which also reads images and speech, only the language model is read. It may have
-logits for the first tokens of its vocabulary alone.
+Of version 1.5, which also reads images and speech, only the language model is read. It may generate
+only the first tokens of its vocabulary.
 """
 
 from typing import Any
@@ -24,7 +24,8 @@ def config_from_hf(hf: HFConfig) -> ModelConfig:
         hf["rope_scaling"] = LLAMA3 | {"factor": 8.0}
     activation = hf["hidden_act"]
     refuse_unless(activation == "xielu", f"hidden_act {activation!r} in an apertus model")
-    logits = hf.get("output_vocab_size")
+    logits, vocabulary = hf.get("output_vocab_size"), hf.get("vocab_size")
+    logits = None if logits == vocabulary else logits
     if logits is not None:
         logits = positive(hf, "output_vocab_size", most=positive(hf, "vocab_size"))
         tied = bool(hf.get("tie_word_embeddings"))

@@ -75,15 +75,18 @@ class ModelConfig:
         layer_factors: whether a layer's output has a factor, which is a parameter.
         head_norms: what HEAD_NORMS apply to: "each" head, with the same scale; each with its "own"
             scale; or "all" heads of a token together.
-        norms_minus_one: whether files hold the scales of norms minus 1. They are float32 then in
-            every dtype of the weights: in two bytes, 1 + scale would lose most of its digits.
-        plain_final_norm: whether they hold the scale of the final norm as it is nevertheless.
+        norms_minus_one: whether files hold the scales of norms minus 1, see `minus_one`. They are
+            float32 then in every dtype of the weights: in two bytes, 1 + scale would lose most of
+            its digits.
+        plain_final_norm: whether the final norm is an exception to this.
         post_norm_eps: epsilon of POST_NORMS; None for `norm_eps`.
+        attention_gates: whether the heads' outputs are multiplied by the sigmoid of a projection of
+            attention's input.
         parallel_mlp: whether the MLP reads attention's input instead of its result.
         embedding_scale, residual_scale, logit_divisor: factors on embeddings and on the outputs
             of attention and MLP, and divisor of the logits.
-        num_logits: how many tokens, the first of the vocabulary, the model can generate, if it has
-            a matrix of logits of its own; None for all.
+        num_logits: number of tokens that the model can generate, the first of the vocabulary; None
+            for all. Needs `tie_embeddings` False.
         sliding_window: number of tokens, itself included, that a token attends to in
             `sliding_layers`.
         eos_ids: tokens that end a generation; may be empty.
@@ -123,6 +126,7 @@ class ModelConfig:
     norms_minus_one: bool = False
     plain_final_norm: bool = False
     post_norm_eps: float | None = None
+    attention_gates: bool = False
     parallel_mlp: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
@@ -137,6 +141,10 @@ class ModelConfig:
     def group_size(self) -> int:
         """Number of query heads per KV head (1 for multi-head attention)."""
         return self.num_heads // self.num_kv_heads
+
+    def minus_one(self, norm: str) -> bool:
+        """Return whether files hold the scale of a norm minus 1; the final one is called "norm"."""
+        return self.norms_minus_one and not (norm == "norm" and self.plain_final_norm)
 
     @property
     def query_width(self) -> int:

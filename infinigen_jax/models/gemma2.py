@@ -2,14 +2,8 @@
 
 from typing import Any
 
-from infinigen_jax.models.base import ACTIVATIONS, POST_NORMS, PRE_NORMS, HFConfig, ModelConfig
-from infinigen_jax.models.hf import (
-    kinds,
-    positive,
-    positive_number,
-    refuse_unless,
-    relative_from_hf,
-)
+from infinigen_jax.models.base import POST_NORMS, PRE_NORMS, HFConfig, ModelConfig
+from infinigen_jax.models.hf import kinds, positive, positive_number, relative_from_hf
 
 OF_BOTH = {  # and of Gemma 3
     "num_key_value_heads": 4,
@@ -31,10 +25,9 @@ def config_from_hf(hf: HFConfig, **settings: Any) -> ModelConfig:
 def gemma_from_hf(hf: HFConfig, **settings: Any) -> ModelConfig:
     """Return the configuration of a version of Gemma that reads `settings` itself."""
     settings = {"norms": PRE_NORMS + POST_NORMS} | settings
-    activation = hf["hidden_activation"]
-    refuse_unless(activation in ACTIVATIONS, f"hidden_activation {activation!r}")
     return relative_from_hf(
-        hf | {"hidden_act": activation},
+        hf,
+        activation_setting="hidden_activation",
         query_scale=positive_number(hf["query_pre_attn_scalar"], "query_pre_attn_scalar") ** -0.5,
         logit_softcap=softcap(hf, "final_logit_softcapping"),
         norms_minus_one=True,

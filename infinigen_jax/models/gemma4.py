@@ -64,7 +64,8 @@ def config_from_hf(hf: HFConfig) -> ModelConfig:
         short = positive(hf, "sliding_window") < positive(hf, "max_position_embeddings")
         refuse_unless(short, "a sliding_window of all positions")
     return relative_from_hf(
-        hf | {"hidden_act": hf["hidden_activation"]},
+        hf,
+        activation_setting="hidden_activation",
         norms=PRE_NORMS + POST_NORMS + HEAD_NORMS,
         query_scale=1.0,
         logit_softcap=gemma2.softcap(hf, "final_logit_softcapping"),

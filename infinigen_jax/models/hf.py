@@ -49,11 +49,16 @@ def language_model(hf: HFConfig) -> dict[str, Any]:
         raise UnsupportedModelError("config.json: text_config is missing, or not an object")
     names = ("eos_token_id", "dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
     shared = {name: hf[name] for name in names if name in hf}
+    if kind == "glm4v":  # whose defaults are not those of glm4
+        size = positive(part, "hidden_size") // positive(part, "num_attention_heads")
+        shared |= {"rms_norm_eps": 1e-5, "head_dim": size}
     family = str(part.get("model_type") or WITH_IMAGES[kind])
     if family.removesuffix("_text") == kind:
         family = WITH_IMAGES[kind]
-    name = f"{family.removesuffix('_text').title().replace('_', '')}ForCausalLM"
-    return shared | _along_the_text(part) | {"model_type": family, "architectures": [name]}
+    name = family.removesuffix("_text").title().replace("_", "")
+    name = "Apertus1p5Text" if kind == "apertus1p5" else name
+    described = {"model_type": family, "architectures": [f"{name}ForCausalLM"]}
+    return shared | _along_the_text(part) | described
 
 
 def _along_the_text(hf: HFConfig) -> dict[str, Any]:
@@ -89,6 +94,7 @@ def relative_from_hf(
     hf: HFConfig,
     *,
     epsilon: str = "rms_norm_eps",
+    activation_setting: str = "hidden_act",
     biases: tuple[str, ...] = BIASES,
     windows: Literal["all", "listed", "refused"] | None = None,
     partial: bool = False,
@@ -99,7 +105,7 @@ def relative_from_hf(
     """Return the configuration of a family with the modules of `llama`.
 
     Args:
-        epsilon: name of the setting of `norm_eps`.
+        epsilon, activation_setting: names of the settings of `norm_eps` and `activation`.
         biases: names of the settings of `attention_bias` and `mlp_bias`.
         windows: layers with the window of `sliding_window`: "all", or those "listed" in
             `layer_types`, or "refused"; None to ignore it.
@@ -111,9 +117,9 @@ def relative_from_hf(
         refuse_sliding_windows(hf)
     elif windows:
         settings |= _sliding_windows(hf if windows == "listed" else hf | {"layer_types": None})
-    activation = hf.get("hidden_act", "silu")
+    activation = hf.get(activation_setting, "silu")
     known = activation in ACTIVATIONS or "activation" in settings
-    refuse_unless(known, f"hidden_act {activation!r}")
+    refuse_unless(known, f"{activation_setting} {activation!r}")
     rope = settings.get("rope") or rope_from_hf(
         hf, partial=partial, interleaved=interleaved, theta=theta
     )

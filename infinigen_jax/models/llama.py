@@ -28,16 +28,11 @@ class Norm(nnx.Module):
     outliers, and in half precision they rely on implicit promotion, which the tests forbid.
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        config: ModelConfig,
-        dtype: Any,
-        minus_one: bool,
-        epsilon: float,
-    ):
-        self.scale = nnx.Param(jnp.ones(shape, jnp.float32 if minus_one else dtype))
-        self.centred, self.epsilon = config.layer_norms, epsilon
+    def __init__(self, name: str, shape: tuple[int, ...], config: ModelConfig, dtype: Any):
+        self.scale = nnx.Param(jnp.ones(shape, jnp.float32 if config.minus_one(name) else dtype))
+        self.centred, self.epsilon = config.layer_norms, config.norm_eps
+        if name in POST_NORMS and config.post_norm_eps is not None:
+            self.epsilon = config.post_norm_eps
         has_bias = config.layer_norms and config.norm_biases
         self.bias = nnx.Param(jnp.zeros(shape, dtype)) if has_bias else None
 
@@ -70,7 +65,7 @@ class Layer(nnx.Module):
 
     `lengths` are the tokens of each sequence in this call of the model, by default up to and
     including `positions`. Some rotary embeddings depend on them (`rope.rotate`). Norms are those of
-    `ModelConfig.norms`.
+    `ModelConfig.norms`, and those that a family adds.
     """
 
     attention_norm: Norm | None = None
@@ -87,6 +82,8 @@ class Layer(nnx.Module):
         self.q = Linear(c.hidden_size, query_width, c.attention_bias, dtype)
         self.kv = Linear(c.hidden_size, kv_width, c.attention_bias, dtype)
         self.o = Linear(query_width, c.hidden_size, c.attention_bias and c.output_bias, dtype)
+        if c.attention_gates:
+            self.gate = Linear(c.hidden_size, query_width, False, dtype)
         if c.gated:
             self.gate_up = Linear(c.hidden_size, 2 * c.intermediate_size, c.mlp_bias, dtype)
         else:
@@ -99,9 +96,7 @@ class Layer(nnx.Module):
                 size = c.head_dim
                 kinds = {"each": (size,), "own": (heads[name], size), "all": (heads[name] * size,)}
                 shape = kinds[c.head_norms]
-            epsilon = c.post_norm_eps if name in POST_NORMS else None
-            epsilon = c.norm_eps if epsilon is None else epsilon
-            setattr(self, name, Norm(shape, c, dtype, c.norms_minus_one, epsilon))
+            setattr(self, name, Norm(name, shape, c, dtype))
         if c.layer_ropes:
             self.rotation = Rotation(c.head_dim, any(r and r.interleaved for r in c.layer_ropes))
         if c.layer_factors:
@@ -169,6 +164,8 @@ class Layer(nnx.Module):
         self, o: Float[Array, "*b h d"], a: Float[Array, "*b e"]
     ) -> Float[Array, "*b e"]:
         """Return attention's addition to the residual stream, from the heads' outputs and `a`."""
+        if self.config.attention_gates:
+            o = o * jax.nn.sigmoid(self.gate(a)).reshape(o.shape)
         y = self.o(o.reshape(*o.shape[:-2], -1))
         return _scaled(_normed(self.attention_post_norm, y), self.config.residual_scale)
 
@@ -215,8 +212,7 @@ class Embedding(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: Any):
         c = config
         self.tokens = TokenTable(c.vocab_size, c.hidden_size, dtype)
-        minus_one = c.norms_minus_one and not c.plain_final_norm
-        self.norm = Norm((c.hidden_size,), c, dtype, minus_one, c.norm_eps)
+        self.norm = Norm("norm", (c.hidden_size,), c, dtype)
         if not c.tie_embeddings:
             self.head = Linear(c.hidden_size, c.num_logits or c.vocab_size, False, dtype)
         self.config = config

@@ -6,7 +6,6 @@ without scales. Of a model of text and images only the language model is read.
 
 from typing import Any
 
-import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -21,7 +20,6 @@ from infinigen_jax.models.hf import (
     relative_from_hf,
     rope_from_hf,
 )
-from infinigen_jax.models.linear import Linear
 
 DEFAULTS = {
     "vocab_size": 202_048,
@@ -54,7 +52,9 @@ def config_from_hf(hf: HFConfig) -> ModelConfig:
     factor = positive_number(hf["qk_scale_factor"], "qk_scale_factor")
     multiplier = positive_number(hf["output_multiplier"], "output_multiplier")
     return relative_from_hf(
-        hf | {"hidden_act": hf["hidden_activation"]},
+        hf,
+        activation_setting="hidden_activation",
+        attention_gates=True,
         norms=PRE_NORMS + POST_NORMS,
         norms_minus_one=True,
         plain_final_norm=True,
@@ -71,13 +71,7 @@ def config_from_hf(hf: HFConfig) -> ModelConfig:
 class Layer(llama.Layer):
     def __init__(self, config: ModelConfig, dtype: Any):
         super().__init__(config, dtype)
-        self.gate = Linear(config.hidden_size, config.query_width, False, dtype)
         self.q_norm, self.k_norm = (Bare(config.norm_eps) for _ in range(2))
-
-    def attention_output(
-        self, o: Float[Array, "*b h d"], a: Float[Array, "*b e"]
-    ) -> Float[Array, "*b e"]:
-        return super().attention_output(o * jax.nn.sigmoid(self.gate(a)).reshape(o.shape), a)
 
 
 class Bare(nnx.Module):

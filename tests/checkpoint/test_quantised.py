@@ -1,7 +1,6 @@
 """Quantised folders: their matrices are those that the codes and scales stand for."""
 
 import json
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from quantised_matrices import (
+    BITSANDBYTES,
+    FLOAT4,
+    FORMS,
+    STATE,
+    bitsandbytes,
+    json_bytes,
+    packed,
+    settings_of,
+    with_state,
+)
 from safetensors.numpy import load_file
 from safetensors.torch import save_file
 from tiny import TinyModel, logits_of, refuses, take_tensors
@@ -21,116 +31,7 @@ from infinigen_jax.checkpoint.tensor_source import TensorSource
 from infinigen_jax.convert.pipeline import convert
 from infinigen_jax.models.small_weights import rows_of, small_form
 
-GROUP = 32  # inputs with a scale of their own
-FORMS = ("compressed", "symmetric", "gptq", "reordered", "awq")
-FLOAT4, BITSANDBYTES = ("nvfp4", "mxfp4", "modelopt"), ("nf4", "nested")
-STATE = "weight.quant_state.bitsandbytes__nf4"
 TOKENS = np.arange(6)[None]
-
-
-def settings_of(form: str) -> dict[str, Any]:
-    """Return the quantization_config that says how matrices are packed."""
-    if form in ("compressed", "symmetric"):
-        return {"quant_method": "compressed-tensors", "format": "pack-quantized"}
-    if form in ("nvfp4", "mxfp4"):
-        return {"quant_method": "compressed-tensors", "format": f"{form}-pack-quantized"}
-    if form == "modelopt":
-        return {"quant_method": "modelopt", "quant_algo": "NVFP4"}
-    if form in BITSANDBYTES:
-        return {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    if form == "awq":
-        return {"quant_method": "awq", "version": "gemm"}
-    return {"quant_method": "gptq", "checkpoint_format": "gptq"}
-
-
-def words(codes: torch.Tensor, bits: int, axis: int, order: Sequence[int] = ()) -> torch.Tensor:
-    """Pack neighbours on an axis into words, the first of `order` in the lowest bits."""
-    places = order or range(32 // bits)
-    neighbours = codes.long().movedim(axis, -1).unflatten(-1, (-1, len(places)))
-    packed = sum(neighbours[..., place] << bits * i for i, place in enumerate(places))
-    return torch.as_tensor(packed).to(torch.int32).movedim(-1, axis).contiguous()
-
-
-def packed(form: str, bits: int, shape: Sequence[int]) -> tuple[dict[str, Any], torch.Tensor]:
-    """Return the tensors of a random matrix, by the ends of their names, and its numbers."""
-    if form in FLOAT4:
-        return float4(form, shape)
-    if form in BITSANDBYTES:
-        return bitsandbytes(form, shape)
-    outputs, inputs = shape
-    codes = torch.randint(1 << bits, (outputs, inputs))
-    zeros = torch.randint(1 << bits, (outputs, inputs // GROUP))
-    scales = ((torch.rand(zeros.shape) + 0.5) / (2 << bits)).half()
-    groups = torch.arange(inputs) // GROUP
-    if form == "symmetric":
-        zeros[:] = 1 << bits - 1
-    if form == "reordered":
-        groups = groups[torch.randperm(inputs)]
-    values = (codes - zeros[:, groups]) * scales[:, groups].float()
-    if form in ("compressed", "symmetric"):
-        parts = {"weight_packed": words(codes, bits, 1), "weight_scale": scales}
-        parts["weight_shape"] = torch.tensor(list(shape))
-        return parts | (
-            {"weight_zero_point": words(zeros, bits, 0)} if form == FORMS[0] else {}
-        ), values
-    if form == "awq":
-        order = (0, 2, 4, 6, 1, 3, 5, 7)
-        parts = {
-            "qweight": words(codes.T, bits, 1, order),
-            "qzeros": words(zeros.T, bits, 1, order),
-        }
-    else:
-        one_less = (zeros.T - 1) % (1 << bits)
-        parts = {"qweight": words(codes.T, bits, 0), "qzeros": words(one_less, bits, 1)}
-        parts |= {"g_idx": groups.int(), "bias": torch.zeros(outputs).half()}
-    return parts | {"scales": scales.T.contiguous()}, values
-
-
-def float4(form: str, shape: Sequence[int]) -> tuple[dict[str, Any], torch.Tensor]:
-    """Return the tensors of a random matrix of floats in 4 bits, and its numbers."""
-    outputs, inputs = shape
-    codes, group = torch.randint(16, (outputs, inputs)), 32 if form == "mxfp4" else 16
-    sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    parts = {"weight_packed": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)}
-    if form == "mxfp4":
-        exponents = torch.randint(120, 126, (outputs, inputs // group))
-        parts["weight_scale"], scales = exponents.to(torch.uint8), 2.0 ** (exponents - 127)
-    else:
-        small = (torch.rand(outputs, inputs // group) * 400).to(torch.float8_e4m3fn)
-        scales = small.float() / 4096
-        parts["weight_scale"] = small
-        parts["weight_global_scale"] = torch.tensor([4096.0])
-    if form == "modelopt":
-        parts["weight"] = parts.pop("weight_packed")
-        parts["weight_scale_2"] = 1 / parts.pop("weight_global_scale")[0]
-        parts["input_scale"] = torch.ones(())
-    values = sizes[codes & 7] * (1 - 2 * (codes >> 3)) * scales.repeat_interleave(group, 1)
-    return parts, values
-
-
-def bitsandbytes(form: str, shape: Sequence[int]) -> tuple[dict[str, Any], torch.Tensor]:
-    """Return the tensors of a random matrix of bitsandbytes in 4 bits, and its numbers."""
-    codes, book = torch.randint(16, tuple(shape)), torch.randn(16).sort().values
-    high, low = codes.reshape(-1, 2).T
-    block, outer = (64, 16) if form == "nested" else (4096, 1)  # of 64 numbers, across rows of 96
-    blocks = torch.arange(codes.numel()) // block
-    parts = {"weight": (high << 4 | low).to(torch.uint8)[:, None], "weight.quant_map": book}
-    state = {"quant_type": "nf4", "blocksize": block, "dtype": "float16", "shape": list(shape)}
-    scales = torch.rand(int(blocks[-1]) + 1) / 10
-    if form == "nested":
-        parts["weight.absmax"] = small = torch.randint(256, scales.shape, dtype=torch.uint8)
-        parts["weight.nested_quant_map"] = nested_book = torch.rand(256) - 0.5
-        parts["weight.nested_absmax"] = factors = torch.rand(-(-len(scales) // outer)) / 10
-        scales = nested_book[small.long()] * factors.repeat_interleave(outer)[: len(scales)] + 0.07
-        state |= {"nested_blocksize": outer, "nested_dtype": "float32", "nested_offset": 0.07}
-    else:
-        parts["weight.absmax"] = scales
-    parts[STATE] = json_bytes(state)
-    return parts, (book[codes].reshape(-1) * scales[blocks]).reshape(codes.shape)
-
-
-def json_bytes(value: Any) -> torch.Tensor:
-    return torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
 
 
 def quantise(made: TinyModel, form: str, bits: int, whole: str = "") -> dict[str, torch.Tensor]:
@@ -246,10 +147,16 @@ def test_bytes_of_known_codes():
     np.testing.assert_array_equal(matrix_of(**parts), [[1, 2, 30, 14, 24]])
 
 
-def test_int8_of_bitsandbytes_is_in_127ths():
-    codes, scale = np.array([[127, -64]], np.int8), np.array([2], np.float32)
-    made = matrix_of(weight=codes, SCB=scale, weight_format=np.zeros((), np.uint8))
-    np.testing.assert_allclose(made, [[2, -128 / 127]], rtol=1e-6)
+def test_bytes_in_words_and_a_block_of_all_scales():
+    """As FSDP needs them: the bytes of a matrix as numbers of its dtype."""
+    parts, values = bitsandbytes("nested", (64, 96))
+    state = with_state(nested_blocksize=1 << 70)(parts[STATE])
+    parts |= {STATE: state, "weight.nested_absmax": parts["weight.nested_absmax"][:1]}
+    arrays = {name: x.numpy() for name, x in parts.items()}
+    plain = matrix_of(**arrays)
+    np.testing.assert_allclose(plain[0, :64], values[0, :64], rtol=1e-6)
+    arrays["weight"] = arrays["weight"].reshape(-1).view(np.float32)[:, None]
+    np.testing.assert_array_equal(matrix_of(**arrays), plain)
 
 
 @pytest.mark.parametrize("form", ["compressed", "gptq"])
@@ -265,10 +172,6 @@ def test_sizes_that_are_no_multiples(form):
         arrays["weight_packed"] = arrays["weight_packed"][:13]
         arrays["weight_shape"] = np.array([13, 96])
     np.testing.assert_array_equal(matrix_of(**arrays), values)
-
-
-def with_state(**changes: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: json_bytes(json.loads(bytes(x.tolist())) | changes)
 
 
 DAMAGED = "damaged, or not one of the supported formats"
@@ -303,6 +206,9 @@ DAMAGE: list[tuple[str, str, Any, str]] = [
     ("nvfp4", "weight_scale", lambda x: x[:, :5].contiguous(), DAMAGED),
     ("nvfp4", "weight_global_scale", None, DAMAGED),
     ("nvfp4", "weight_global_scale", lambda x: x.repeat(2), DAMAGED),
+    ("compressed", "weight_global_scale", torch.ones(1), DAMAGED),
+    ("nvfp4", "weight_shape", torch.tensor([64, 96]), DAMAGED),
+    ("int8", "weight_format", lambda x: x + 1, DAMAGED),
     ("mxfp4", "weight_scale", lambda x: x.int(), DAMAGED),
     ("modelopt", "weight", None, DAMAGED),
     ("modelopt", "weight_scale_2", None, r"down_proj.weight \(64, 48\)"),
@@ -318,6 +224,8 @@ DAMAGE: list[tuple[str, str, Any, str]] = [
     ("nf4", STATE, with_state(shape=[6144]), DAMAGED),
     ("nf4", STATE, with_state(blocksize=0), DAMAGED),
     ("nf4", STATE, with_state(blocksize=1 << 60), DAMAGED),
+    ("nf4", STATE, lambda x: torch.nn.functional.pad(x, (0, 4096), value=32), DAMAGED),
+    ("nf4", STATE, lambda x: x.int(), DAMAGED),
     ("nested", STATE, with_state(nested_blocksize=0), DAMAGED),
     ("nested", STATE, with_state(nested_offset=float("nan")), DAMAGED),
     ("nested", "weight.nested_absmax", None, DAMAGED),
@@ -330,9 +238,9 @@ def test_damaged_parts_are_refused(form, part, change, message, tiny, tmp_path):
     made = tiny("llama", hidden_size=64, intermediate_size=96)
     tensors = quantise(made, form, 4)
     name = f"model.layers.1.mlp.down_proj.{part}"
-    changed = tensors.pop(name)
+    given = tensors.pop(name, None)
     if change is not None:
-        tensors[name] = change(changed)
+        tensors[name] = change if isinstance(change, torch.Tensor) else change(given)
     save(made, tensors, settings_of(form))
     line = refuses(message, convert, made.folder, tmp_path / "out", skew="none", dtype="float32")
     assert "model.layers.1.mlp.down_proj" in line and str(made.folder) in line

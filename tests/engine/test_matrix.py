@@ -44,7 +44,7 @@ class Family(NamedTuple):
 
 FAMILIES = {
     "full": Family(Full(), dense_layers=2),  # everything on the device
-    "sparse": Family(SPARSE),
+    "sparse": Family(SPARSE, "gated"),
     "resident": Family(dataclasses.replace(TAIL, speculate_from="resident"), dtype="bfloat16"),
     "small-rows": Family(dataclasses.replace(TAIL, query="own"), "one", settings={"rows": "int8"}),
     "opt": Family(SPARSE, "opt"),

@@ -13,7 +13,8 @@ import jax
 import numpy as np
 import pytest
 from runtime import ALL, check_speculated_logits, engine, numbers, slow_except
-from tiny import COMMON, TEXT, VISION, logits_of, make_tiny
+from safetensors.torch import save_file
+from tiny import COMMON, TEXT, VISION, logits_of, make_tiny, take_tensors
 
 from benchmarks.prefill import cache_shapes
 from infinigen_jax.cache.layers import DenseLayer, Resident, Sliding
@@ -61,6 +62,8 @@ GEMMA4 |= {"num_global_key_value_heads": 1, "attention_k_eq_v": True}
 MUSE = {"head_dim": 12, "qk_scale_factor": 1.7, "output_multiplier": 0.6, "post_norm_eps": 0.1}
 FACTORS = {"embedding_multiplier": 1.7, "residual_multiplier": 0.6}
 FACTORS |= {"attention_multiplier": 0.35, "logits_scaling": 2.5}
+GRANITE4 = GQA | FACTORS | {"layer_types": ["full_attention"] * 2, "num_local_experts": 0}
+GRANITE4 |= {"shared_intermediate_size": 40, "mamba_n_heads": 4}
 NOPE = {"no_rope_layers": [0, 1]}
 DYNAMIC, SHORT = {"rope_type": "dynamic", "factor": 4.0}, {"max_position_embeddings": 16}
 USED = {"use_sliding_window": True}
@@ -99,6 +102,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", GQA | {"head_dim": 16}),
     "glm4 dynamic": ("glm4", SHORT | {"head_dim": 16} | rope(**DYNAMIC, partial_rotary_factor=0.5)),
     "granite": ("granite", GQA | FACTORS),
+    "granite 4": ("granitemoehybrid", GRANITE4 | {"position_embedding_type": "rope"}),
+    "granite 4 without rotation": ("granitemoehybrid", GRANITE4),
     "helium": ("helium", GQA | {"head_dim": 12}),
     "hyperclovax": ("hyperclovax", GQA | FACTORS),
     "hyperclovax plain": ("hyperclovax", {"use_post_norm": False}),
@@ -170,7 +175,7 @@ GLM = rope(rope_type="default", mrope_section=[1, 1, 1], partial_rotary_factor=0
 @pytest.mark.parametrize(
     "whole, family, tied, changes",
     [
-        ("Glm4v", "glm4", False, {"head_dim": 12} | GLM),
+        ("Glm4v", "glm4", False, GLM),
         ("Exaone4_5_", "exaone4", False, MODELS["exaone4"][1]),
         ("Gemma3", "gemma3_text", True, GEMMA | {"rope_parameters": BASES}),
         ("Gemma4", "gemma4_text", True, GEMMA4 | kinds("fsf")),
@@ -205,6 +210,14 @@ def test_the_language_model_of_one_with_images(whole, family, tied, changes, tok
 def test_tokens_without_logits_are_never_generated(tokens, tmp_path):
     sizes = {"output_vocab_size": 80, "head_dim": 12}
     reference = make_tiny(tmp_path / "source", "apertus1p5_text", **GQA, **sizes)
+    stored = take_tensors(reference.folder)  # as in a model that reads images and speech
+    stored = {name.replace("model.", "model.language_model."): x for name, x in stored.items()}
+    for kind in "vision", "audio":
+        stored[f"model.{kind}_tokenizer.quantize.weight"] = stored["lm_head.weight"].clone()
+    save_file(stored, reference.folder / "model.safetensors")
+    file = reference.folder / "config.json"
+    text = json.loads(file.read_text())
+    file.write_text(json.dumps({"model_type": "apertus1p5", "text_config": text}))
     model = checkpoint.load(convert(reference.folder, tmp_path / "out", skew="none"), "float32")
     logits, expected = logits_of(model, tokens), reference.logits(tokens)
     assert expected.shape[-1] == 80

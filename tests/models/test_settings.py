@@ -193,6 +193,7 @@ MARLIN = {"quant_method": "GPTQ", "format": "marlin"}
 GPTQ_V2 = {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}
 FP8: dict[str, Any] = {"quant_method": "fp8"}
 GROUPS = {"format": "int-quantized", "config_groups": {"a": {"weights": {"group_size": 48}}}}
+GRANITE4 = {"layer_types": ["attention"] * 2, "position_embedding_type": "x"}
 GROWTH = "llama_4_scaling_beta"
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
@@ -229,6 +230,9 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("an odd head size (7)", GEMMA4 | {"head_dim": 7}),
     ("one rope for all layers", GEMMA4 | {"rope_parameters": {"rope_theta": 1e6}}),
     ("use_bidirectional_attention=all", GEMMA4 | {"use_bidirectional_attention": "all"}),
+    ("num_local_experts=8", of("granitemoehybrid", layer_types=["attention"] * 2)),
+    ("layer type 'mamba'", of("granitemoehybrid", layer_types=["attention", "mamba"])),
+    ("position_embedding_type 'x'", of("granitemoehybrid", **GRANITE4)),
     ("num_local_experts", of("llama", num_local_experts=8)),
     ("format 'awq (gemv)'", of("llama", quantization_config=AWQ | {"version": "GEMV"})),
     ("format 'gptq (gptq_v2)'", of("llama", quantization_config=GPTQ_V2)),
