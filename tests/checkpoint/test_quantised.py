@@ -148,7 +148,7 @@ def test_bytes_of_known_codes():
 
 
 def test_bytes_in_words_and_a_block_of_all_scales():
-    """As FSDP needs them: the bytes of a matrix as numbers of its dtype."""
+    """FSDP needs the bytes of a matrix as numbers of its dtype."""
     parts, values = bitsandbytes("nested", (64, 96))
     state = with_state(nested_blocksize=1 << 70)(parts[STATE])
     parts |= {STATE: state, "weight.nested_absmax": parts["weight.nested_absmax"][:1]}
