@@ -92,18 +92,25 @@ def dequantised(tensors: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
                     file = tensors[name].file
                     raise InputError(f"{file}: {name} next to {matrix}; get the files again")
                 plain[matrix] = read(matrix, *parts)
-        if name.endswith(".SCB"):
-            module, scale = name.removesuffix(".SCB"), plain.pop(name)
-            layout = plain.pop(f"{module}.weight_format", None)
-            if layout is not None and (math.prod(layout.shape) != 1 or layout.read().any()):
-                raise refusal_of(layout, scale)  # row after row is 0
-            read_scale = functools.partial(_over_127, scale)
-            plain[module + SCALES[0]] = scale._replace(read=read_scale)
     return _with_scales(plain)
 
 
-def _over_127(scale: TensorSource) -> np.ndarray:
-    return scale.read() / np.float32(127)
+def _in_127ths(
+    name: str, codes: TensorSource | None, scale: TensorSource, layout: TensorSource | None
+) -> TensorSource:
+    """Return a matrix of bitsandbytes in 8 bits; its layout is 0 if it has row after row."""
+    refusal = refusal_of(codes, scale, layout)
+    if codes is None or codes.dtype != np.int8 or len(codes.shape) != 2:
+        raise refusal
+    if scale.shape != codes.shape[:1] or not is_float(scale):
+        raise refusal
+    if layout is not None and (math.prod(layout.shape) != 1 or layout.read().any()):
+        raise refusal
+
+    def read() -> Float32[np.ndarray, "f e"]:
+        return codes.read() * (scale.read().astype(np.float32) / 127)[:, None]
+
+    return codes._replace(name=name, dtype=np.dtype(np.float32), read=read, bits=8)
 
 
 def _compressed(
@@ -181,6 +188,7 @@ PACKED: dict[str, tuple[Callable[..., TensorSource], tuple[str, ...]]] = {
         functools.partial(float4, combine=np.multiply),
         (".weight", ".weight_scale", ".weight_scale_2"),
     ),
+    ".SCB": (_in_127ths, (".weight", ".SCB", ".weight_format")),
     ".weight.quant_map": (bitsandbytes, tuple(f".weight{x}" for x in BITSANDBYTES)),
 }
 

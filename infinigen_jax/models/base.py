@@ -74,7 +74,8 @@ class ModelConfig:
         value_norms: whether values have a norm, without a scale.
         layer_factors: whether a layer's output has a factor, which is a parameter.
         head_norms: what HEAD_NORMS apply to: "each" head, with the same scale; each with its "own"
-            scale; or "all" heads of a token together.
+            scale; or "all" heads of a token together. Or "bare": each head has a norm without a
+            scale, and `norms` lacks HEAD_NORMS.
         norms_minus_one: whether files hold the scales of norms minus 1, see `minus_one`. They are
             float32 then in every dtype of the weights: in two bytes, 1 + scale would lose most of
             its digits.

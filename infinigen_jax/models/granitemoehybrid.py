@@ -5,7 +5,7 @@ Those with experts or Mamba layers have the same `model_type` and are refused.
 
 from infinigen_jax.models import granite
 from infinigen_jax.models.base import HFConfig, ModelConfig
-from infinigen_jax.models.hf import FULL, per_layer, positive, refuse_unless, rope_from_hf
+from infinigen_jax.models.hf import FULL, per_layer, positive, refuse_unless
 
 DEFAULTS = {"num_local_experts": 8, "shared_intermediate_size": 1024}
 
@@ -19,4 +19,4 @@ def config_from_hf(hf: HFConfig) -> ModelConfig:
     width = positive(hf, "shared_intermediate_size")
     ropes = () if position == "rope" else (None,) * len(types)
     hf = hf | {"intermediate_size": width, "layer_types": None}
-    return granite.config_from_hf(hf, rope=rope_from_hf(hf), layer_ropes=ropes)
+    return granite.config_from_hf(hf, layer_ropes=ropes)

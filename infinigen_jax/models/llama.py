@@ -3,7 +3,6 @@
 Related families reuse these modules; their files describe only the differences.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,10 +13,9 @@ from jaxtyping import Array, Float
 from infinigen_jax.models.base import ACTIVATIONS, HEAD_NORMS, POST_NORMS, ModelConfig
 from infinigen_jax.models.linear import Linear, TokenTable
 from infinigen_jax.models.rope import PerToken, Rotation, as_last, rotate
-from infinigen_jax.ops.attention import soft_capped
+from infinigen_jax.ops.attention import MASKED, soft_capped
 
 SETTINGS = {"windows": "refused"}
-ABSENT = -1e30  # logit of a token that the model cannot generate; finite, as all logits are
 
 
 class Norm(nnx.Module):
@@ -65,13 +63,13 @@ class Layer(nnx.Module):
 
     `lengths` are the tokens of each sequence in this call of the model, by default up to and
     including `positions`. Some rotary embeddings depend on them (`rope.rotate`). Norms are those of
-    `ModelConfig.norms`, and those that a family adds.
+    `ModelConfig.norms`.
     """
 
     attention_norm: Norm | None = None
     attention_post_norm: Norm | None = None
-    q_norm: Callable[[Array], Array] | None = None
-    k_norm: Callable[[Array], Array] | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
     mlp_norm: Norm | None = None
     mlp_post_norm: Norm | None = None
 
@@ -142,7 +140,7 @@ class Layer(nnx.Module):
     def placed(
         self,
         x: Float[Array, "*b heads d"],
-        norm: Callable[[Array], Array] | None,
+        norm: Norm | None,
         positions: PerToken,
         lengths: PerToken | None,
     ) -> Float[Array, "*b heads d"]:
@@ -150,6 +148,8 @@ class Layer(nnx.Module):
         c = self.config
 
         def normed(x: Array) -> Array:
+            if c.head_norms == "bare":
+                return of_unit_mean_square(x, c.norm_eps)
             shape = (*x.shape[:-2], -1) if c.head_norms == "all" else x.shape
             return _normed(norm, x.reshape(shape)).reshape(x.shape)
 
@@ -191,7 +191,7 @@ class Layer(nnx.Module):
         return self.down(activation(gate) * up)
 
 
-def _normed(norm: Callable[[Array], Array] | None, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
+def _normed(norm: Norm | None, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
     return x if norm is None else norm(x)
 
 
@@ -229,4 +229,4 @@ class Embedding(nnx.Module):
         if c.num_logits is None:
             return y
         absent = [(0, 0)] * (y.ndim - 1) + [(0, c.vocab_size - c.num_logits)]
-        return jnp.pad(y, absent, constant_values=ABSENT)
+        return jnp.pad(y, absent, constant_values=MASKED)

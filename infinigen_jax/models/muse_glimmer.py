@@ -4,9 +4,6 @@ The other layers do not rotate queries and keys (NoPE). Embeddings, queries and 
 without scales. Of a model of text and images only the language model is read.
 """
 
-from typing import Any
-
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from infinigen_jax.models import gemma2, llama
@@ -56,6 +53,7 @@ def config_from_hf(hf: HFConfig) -> ModelConfig:
         activation_setting="hidden_activation",
         attention_gates=True,
         norms=PRE_NORMS + POST_NORMS,
+        head_norms="bare",
         norms_minus_one=True,
         plain_final_norm=True,
         post_norm_eps=positive_number(hf["post_norm_eps"], "post_norm_eps"),
@@ -63,25 +61,8 @@ def config_from_hf(hf: HFConfig) -> ModelConfig:
         logit_divisor=1 / multiplier,
         logit_softcap=gemma2.softcap(hf, "final_logit_softcapping"),
         windows="listed",
-        rope=rope,
         layer_ropes=tuple(rope if base else None for base in bases),
     )
-
-
-class Layer(llama.Layer):
-    def __init__(self, config: ModelConfig, dtype: Any):
-        super().__init__(config, dtype)
-        self.q_norm, self.k_norm = (Bare(config.norm_eps) for _ in range(2))
-
-
-class Bare(nnx.Module):
-    """RMSNorm without a scale."""
-
-    def __init__(self, epsilon: float):
-        self.epsilon = epsilon
-
-    def __call__(self, x: Float[Array, "*b e"]) -> Float[Array, "*b e"]:
-        return llama.of_unit_mean_square(x, self.epsilon)
 
 
 class Embedding(llama.Embedding):
